@@ -47,7 +47,7 @@ def compare(run_dir: Path, asked: dict, stream: int) -> tuple[int, int]:
             for i, turn in enumerate(trajectory["turns"]):
                 ids = [] if turn["restart"] else ids
                 ids += turn["prompt_ids"]
-                prompt, pending = sampled.pop((stream, key["draw"], key["sibling"], i))
+                prompt, pending = sampled.pop((stream, key["prompt_index"], key["sibling"], i))
                 gave = pending.completion.result()
                 same = (
                     prompt.tolist() == ids

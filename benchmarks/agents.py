@@ -28,7 +28,7 @@ PARALLEL = "ExpertStarts.mode = 'parallel'"
 DOORS = {
     "GRPO": [
         "ipa/Phase.algorithm = @rolljax.trainer.algorithms.grpo.Grpo()",
-        "ipa/Phase.starts = None",
+        "ipa/Phase.start_states = None",
         "Grpo.entropy_coef = 0.02",
     ],
     "IPA, rollback": [],
@@ -41,7 +41,7 @@ FORM = [
     "KeyDoorChain.num_tasks = 100000",
     "KeyDoorChain.seed = 1000",
     "ipa/Phase.algorithm = @rolljax.trainer.algorithms.sft.Sft()",
-    "ipa/Phase.starts = None",
+    "ipa/Phase.start_states = None",
     "ipa/Phase.steps = 40",
     "ipa/Phase.group_size = 1",
     "ipa/Phase.updates_per_step = 1",

@@ -182,8 +182,8 @@ def child(workload: Workload, arguments: list[str]) -> None:
     act = SamplerPolicy.act
 
     async def as_long_as_drawn(self, prompt_ids, episode, key, turn):
-        prompt = np.random.default_rng([key.stream, key.draw]).normal(0, of_prompt)
-        sample = np.random.default_rng([key.stream, key.draw, key.sibling]).normal(0, of_sample)
+        prompt = np.random.default_rng([key.stream, key.prompt_index]).normal(0, of_prompt)
+        sample = np.random.default_rng([key.stream, key.prompt_index, key.sibling]).normal(0, of_sample)
         length = int(np.clip(median * math.exp(prompt + sample), 1, self.params.max_tokens))
         params = dataclasses.replace(self.params, max_tokens=length, stop_ids=())
         answer = await act(dataclasses.replace(self, params=params), prompt_ids, episode, key, turn)

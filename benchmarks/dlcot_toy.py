@@ -71,8 +71,8 @@ def rule(messages: Sequence[dict[str, str]], rng: random.Random) -> str:
     if "how many of the first steps" in " ".join(prompt.split()):
         return json.dumps({"steps": 0})
     if "Correct, Incorrect" in prompt:
-        gold = re.search(r"Answer: (\d+)", prompt)
-        return json.dumps({"solutions": [_label(text, gold[1] if gold else "") for text in told]})
+        reference = re.search(r"Answer: (\d+)", prompt)
+        return json.dumps({"solutions": [_label(text, reference[1] if reference else "") for text in told]})
     kinds: dict[str, list[int]] = {}
     for i, text in enumerate(told, 1):
         kind = "steps" if "steps" in text else "check" if "heck" in text else "yes" if "Yes" in text else "digits"
@@ -84,9 +84,9 @@ def _numbered(parts: Sequence[str]) -> list[str]:
     return [part for part in parts if re.match(r"\[\d+\]\n", part)]
 
 
-def _label(text: str, gold: str) -> dict[str, Any]:
+def _label(text: str, reference: str) -> dict[str, Any]:
     said = re.search(r"so (\d+)\.", text)
-    label = "Incomplete" if said is None else "Correct" if said[1] == gold else "Incorrect"
+    label = "Incomplete" if said is None else "Correct" if said[1] == reference else "Incorrect"
     return {"label": label, "error": label == "Incorrect", "spans": [text.strip()] if label == "Incorrect" else []}
 
 

@@ -97,7 +97,7 @@ class ToyEnv(Env):
                     reward = float("nan")
         return StepResult((Message("user", str(self._n)),), reward, self._n == self._spec.steps)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return "go"
 
 

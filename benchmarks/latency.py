@@ -63,5 +63,5 @@ class LatencyEnv(Env):
         said = () if done else (Message("user", "?"),)
         return StepResult(said, even / self._spec.turns, terminated=done, success=even)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return "b"

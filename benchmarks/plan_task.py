@@ -89,8 +89,8 @@ def _taught(params: Params, data: jax.Array, steps: int, batch: int) -> Params:
         logp = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
         return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
 
-    def step(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-        params, state = carry
+    def step(i: jax.Array, algorithm_state: tuple[Params, Any]) -> tuple[Params, Any]:
+        params, state = algorithm_state
         tokens = jax.lax.dynamic_slice_in_dim(data, i * batch, batch)
         updates, state = tx.update(jax.grad(loss)(params, tokens), state)
         return optax.apply_updates(params, updates), state
@@ -128,8 +128,8 @@ def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     cfg, num = MODEL.cfg, len(ASKED)
     empty = jnp.zeros((cfg.num_layers, num, 1 + LENGTH, cfg.num_kv_heads, cfg.head_dim))
 
-    def step(carry: Any, t: jax.Array) -> Any:
-        token, cache = carry
+    def step(algorithm_state: Any, t: jax.Array) -> Any:
+        token, cache = algorithm_state
         law, cache = _next_law(params, token, t, cache)
         drawn = jax.random.categorical(jax.random.fold_in(key, t), law)
         return (drawn, cache), (drawn, jnp.take_along_axis(law, drawn[:, None], 1)[:, 0])

@@ -1,13 +1,14 @@
-"""PPO on a trained reward model against PPO on the gold reward, and what becomes of gold when the proxy is weak.
+"""PPO on a trained reward model against PPO on the true reward, and what becomes of the true reward when the proxy is
+weak.
 
     python benchmarks/reward_model_ppo.py --out runs/reward_model_ppo \\
         --figure rolljax/recipes/reward_model_ppo/reward_model_ppo.png
 
 Three runs of `reward_model_ppo.gin`, one after the other: as it is; with a reward model of 60 updates instead
 of 3200, and a policy that is held less and trained for longer; with the environment's own reward instead. A finished
-run in its folder is used as it is, a stopped one continues. The table gives held-out reward, which is gold in all
-of them; the figure gold and proxy by step, and over the distance from the policy that PPO began with (the curves of
-arXiv 2210.10760): KL per answer, nats.
+run in its folder is used as it is, a stopped one continues. The table gives held-out reward, which is the reference
+answer in all of them; the figure true and proxy reward by step, and over the distance from the policy that PPO began
+with (the curves of arXiv 2210.10760): KL per answer, nats.
 """
 
 import argparse
@@ -33,10 +34,10 @@ RUNS = {
         "rl/recipe.Phase.steps": 120,
         "kl.KlReward.coef": 0.02,
     },
-    "gold": {"Recipe.reward": None, "rl/Critic.model": None, "Recipe.phases": ONE_PHASE_LESS},
+    "reference": {"Recipe.reward": None, "rl/Critic.model": None, "Recipe.phases": ONE_PHASE_LESS},
 }
-COLOURS = {"proxy": "tab:blue", "weak proxy": "tab:red", "gold": "tab:green"}
-GOLD, SCORE = "rewards/part/environment", "rewards/part/reward_model"
+COLOURS = {"proxy": "tab:blue", "weak proxy": "tab:red", "reference": "tab:green"}
+REFERENCE, SCORE = "rewards/part/environment", "rewards/part/reward_model"
 WINDOW = 5
 """Steps that a point of a curve is the mean of."""
 
@@ -64,15 +65,17 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def table(out: Path) -> str:
-    lines = ["| rewarded by | pairs in the right order | gold before PPO | after | score before | after |"]
+    lines = ["| rewarded by | pairs in the right order | true reward before PPO | after | score before | after |"]
     lines.append("|---|---|---|---|---|---|")
     for name in RUNS:
         folder, steps = out / name.replace(" ", "_"), rows(out / name.replace(" ", "_"))
         pairs = [r["preference/accuracy_frac"] for r in rows(folder, "reward_model")][-10:]
         right = f"{sum(pairs) / len(pairs):.2f}" if pairs else "-"
         score = [f"{x:.2f}" for x in (steps[0][SCORE], smooth([r[SCORE] for r in steps])[-1])] if pairs else ["-", "-"]
-        gold = heldout(folder)
-        lines.append(f"| {name} | {right} | {gold['warm_start']:.3f} | {gold['rl']:.3f} | {' | '.join(score)} |")
+        reference = heldout(folder)
+        lines.append(
+            f"| {name} | {right} | {reference['warm_start']:.3f} | {reference['rl']:.3f} | {' | '.join(score)} |"
+        )
     return "\n".join(lines)
 
 
@@ -85,14 +88,14 @@ def draw(out: Path, figure: Path) -> None:
     fig, (by_step, by_kl, by_score) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for name, colour in COLOURS.items():
         steps = rows(out / name.replace(" ", "_"))
-        gold = smooth([r.get(GOLD, r["reward/mean"]) for r in steps])
+        reference = smooth([r.get(REFERENCE, r["reward/mean"]) for r in steps])
         kl = smooth([max(r["kl/ref_k1_nat"] * r["rollout/len_tok"], 0.0) for r in steps])
-        by_step.plot([r["phase_step"] for r in steps], gold, color=colour, label=f"PPO on {name}")
-        by_kl.plot(kl, gold, color=colour, lw=1, marker=".", ms=3)
+        by_step.plot([r["phase_step"] for r in steps], reference, color=colour, label=f"PPO on {name}")
+        by_kl.plot(kl, reference, color=colour, lw=1, marker=".", ms=3)
         if SCORE in steps[0]:
             by_score.plot(kl, smooth([r["reward/mean"] for r in steps]), color=colour, lw=1, marker=".", ms=3)
-    by_step.set(xlabel="step of PPO", ylabel="gold reward of its answers", ylim=(0, 1))
-    by_kl.set(xlabel="KL from the policy it began with, nats per answer", ylabel="gold reward", ylim=(0, 1))
+    by_step.set(xlabel="step of PPO", ylabel="true reward of its answers", ylim=(0, 1))
+    by_kl.set(xlabel="KL from the policy it began with, nats per answer", ylabel="true reward", ylim=(0, 1))
     by_score.set(xlabel="KL from the policy it began with, nats per answer", ylabel="proxy: normalised score")
     by_step.legend(frameon=False)
     for ax in (by_step, by_kl, by_score):

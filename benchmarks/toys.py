@@ -677,7 +677,7 @@ def train(
                 every = [p.valued(values) for p, values in zip(every, critics.values, strict=True)]
                 credited = [algorithm.credit(p.episodes, m) for p, m in zip(every, memories, strict=True)]
                 batch = _stacked(algorithm, every, credited, memories)
-        memories = [credit.carry for credit in credited]
+        memories = [credit.algorithm_state for credit in credited]
         if settings is None or step >= settings.warmup_steps:
             for _ in range(epochs):
                 grads = np.asarray(policy_gradients(algorithm, jnp.float32(tables), batch), np.float64)
@@ -700,8 +700,8 @@ def _stacked(
 ) -> TokenBatch:
     """The batches of all seeds, with a leading S."""
     batches = [
-        pack(algorithm, played, credit, carry.get("kl_coef", algorithm.kl_coef))
-        for played, credit, carry in zip(every, credited, memories, strict=True)
+        pack(algorithm, played, credit, algorithm_state.get("kl_coef", algorithm.kl_coef))
+        for played, credit, algorithm_state in zip(every, credited, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: np.stack(x), *batches)
 

@@ -54,7 +54,9 @@ def make(path: Path, size: float) -> int:
             folder.write_rollouts(step, every)
             first = rollouts_file(path, step).read_bytes()
         else:
-            data = first.replace(b'"draw":', b'"draw":%d' % step).replace(b"Find the key", b"Find the %d. key" % step)
+            data = first.replace(b'"prompt_index":', b'"prompt_index":%d' % step).replace(
+                b"Find the key", b"Find the %d. key" % step
+            )
             rollouts_file(path, step).write_bytes(data)
         written += rollouts_file(path, step).stat().st_size
         row = {"step": step, "phase": "rl", "version": step, "phase_step": step, "reward/mean": 0.5, "time/step_s": 9.0}

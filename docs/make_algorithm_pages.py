@@ -285,7 +285,9 @@ def at_a_glance(cls: type[Algorithm]) -> str:
     """Who acts, how losses are summed, and what else has to be computed."""
     algorithm = example(cls)
     needs = algorithm.needs()
-    learns = {"gold": "the environment's answers", "sampler": "its own answers", "pairs": "recorded pairs"}[cls.source]
+    learns = {"reference": "the environment's answers", "sampler": "its own answers", "pairs": "recorded pairs"}[
+        cls.source
+    ]
     extra = [
         text
         for there, text in (
@@ -536,7 +538,7 @@ def index() -> str:
     lines += ["| algorithm | learns from | papers | recipe |", "|---|---|---|---|"]
     for module, classes in algorithm_classes().items():
         for cls in classes:
-            source = {"gold": "reference answers", "sampler": "own answers", "pairs": "recorded pairs"}[cls.source]
+            source = {"reference": "reference answers", "sampler": "own answers", "pairs": "recorded pairs"}[cls.source]
             anchor = f"{module}{cls.__name__}".lower()
             lines.append(
                 f"| [`{module}.{cls.__name__}`]({module}.md#{anchor}) | {source} | {papers(cls)} "

@@ -158,14 +158,14 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
     losses = []
     params = jax.jit(lambda: MODEL.init(SEED))()
 
-    # warm start: cross-entropy on the gold answers
+    # warm start: cross-entropy on the reference answers
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SFT_LR, 0.9, 0.95, weight_decay=0.0))
     opt_state, update = tx.init(params), make_update(sft_loss, tx)
     for step in range(sft_steps):
         groups = []
         for task in (next(stream) for _ in range(SFT_BATCH)):
-            prompt, gold = chat.prompt_ids(env.reset(task)), chat.answer_ids(env.gold())
-            groups.append([one_sample(prompt, gold, np.zeros(len(gold)), advantage=1.0)])
+            prompt, reference = chat.prompt_ids(env.reset(task)), chat.answer_ids(env.reference_answer())
+            groups.append([one_sample(prompt, reference, np.zeros(len(reference)), advantage=1.0)])
         batch = pack(groups, PackShape(SFT_BATCH, MICRO_ROWS, ROW_LEN), SFT_TEMPERATURE).batch
         params, opt_state, loss = update(params, opt_state, batch)
         losses.append(loss)
@@ -180,9 +180,9 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
     for step in range(rl_steps):
         tasks = [next(stream) for _ in range(RL_PROMPTS)]
         prompts = [chat.prompt_ids(env.reset(task)) for task in tasks]
-        # the address of a sample's randomness: run seed, stream (phase), draw, sibling, turn
-        draws = range(step * RL_PROMPTS, (step + 1) * RL_PROMPTS)
-        addresses = [(SEED, 1, draw, i, 0) for draw in draws for i in range(RL_GROUP)]
+        # the address of a sample's randomness: run seed, stream (phase), prompt index, sibling, turn
+        prompt_indices = range(step * RL_PROMPTS, (step + 1) * RL_PROMPTS)
+        addresses = [(SEED, 1, prompt_index, i, 0) for prompt_index in prompt_indices for i in range(RL_GROUP)]
         assert len(addresses[0]) == ADDRESS_LEN
         repeated = [p for p in prompts for _ in range(RL_GROUP)]
         state, answers = sample_all(engine, params, state, repeated, addresses, chat.stop_ids)

@@ -132,7 +132,7 @@ class DataError(RolljaxError, ValueError):
 class EnvError(RolljaxError, RuntimeError):
     """An environment that failed, or ran past its deadline.
 
-    stage: what it was doing (reset, step, gold, close, ...).
+    stage: what it was doing (reset, step, reference_answer, close, ...).
     """
 
     owner = "env"

@@ -188,8 +188,8 @@ async def train_step(
     rollouts.start(version)
     with report.part("update"), recorder.keeping_crashes():
         await clock.call(channel.sleep, phase)
-        trained = await clock.call(trainer.step, groups.kept, progress.carry, progress.step)
-    groups, progress.carry = groups.with_columns(trained.columns), dict(trained.carry)
+        trained = await clock.call(trainer.step, groups.kept, progress.algorithm_state, progress.step)
+    groups, progress.algorithm_state = groups.with_columns(trained.columns), dict(trained.algorithm_state)
     report.add_row(trained.row)
     add_groups(report, groups, trained.num_trained, version, recipe.env)
     logged = rollouts.end_step(groups, report)

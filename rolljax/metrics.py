@@ -40,7 +40,7 @@ NAMES: Mapping[str, Metric] = {
     "domain/NAME/trained_n": Metric("groups", "sum", 0, INF, "its groups that the step took: whole ones of that share"),
     "domain/NAME/reward_mean": Metric("reward", "mean", -INF, INF, "its reward per trajectory"),
     "domain/NAME/success_frac": Metric("share", "mean", 0, 1, "its trajectories that solved their task"),
-    "domain/NAME/len_tok": Metric("tokens", "mean", 0, INF, "its sampled (or gold) tokens per trajectory"),
+    "domain/NAME/len_tok": Metric("tokens", "mean", 0, INF, "its sampled (or reference) tokens per trajectory"),
     "domain/NAME/heldout_mean": Metric("reward", "mean", -INF, INF, "its reward on held-out tasks, when evaluated"),
     "domain/NAME/perplexity_ratio": Metric(
         "ratio", "last", 0, INF, "perplexity of student over teacher on its validation tasks, as last measured"
@@ -53,7 +53,7 @@ NAMES: Mapping[str, Metric] = {
     "rewards/lost_n": Metric("trajectories", "sum", 0, INF, "without a verdict; they failed, and are no wrong answers"),
     "rewards/wait_s": Metric("s", "mean", 0, INF, "from the end of an episode until its reward is there"),
     "heldout/reward_mean": Metric("reward", "mean", -INF, INF, "reward on held-out tasks, when they were evaluated"),
-    "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or gold) tokens per trajectory"),
+    "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or reference) tokens per trajectory"),
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
     "rollout/trunc_frac": Metric("share", "mean", 0, 1, "trajectories cut by a limit of tokens, turns or context"),
     "rollout/fail_frac": Metric("share", "mean", 0, 1, "trajectories lost to a failure; left out of credit"),
@@ -70,10 +70,14 @@ NAMES: Mapping[str, Metric] = {
         "attempts", "sum", 0, INF, "episodes in which the policy repeated itself to no effect, and that were discarded"
     ),
     "faults/tampered_n": Metric("trajectories", "sum", 0, INF, "episodes in which the policy tampered with its task"),
-    "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy after an expert's"),
-    "starts/fork_frac": Metric("share", "last", 0, 1, "experts of the step with a crucial turn that the policy lacks"),
-    "starts/fallback_n": Metric("groups", "sum", 0, INF, "groups of which all failed: the expert's turn is imitated"),
-    "starts/experts_n": Metric("tasks", "last", 0, INF, "tasks with an episode to replay"),
+    "start_states/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy after an expert's"),
+    "start_states/fork_frac": Metric(
+        "share", "last", 0, 1, "experts of the step with a crucial turn that the policy lacks"
+    ),
+    "start_states/fallback_n": Metric(
+        "groups", "sum", 0, INF, "groups of which all failed: the expert's turn is imitated"
+    ),
+    "start_states/experts_n": Metric("tasks", "last", 0, INF, "tasks with an episode to replay"),
     "groups/started_n": Metric(
         "groups", "sum", 0, INF, "groups started = trained + dropped + no signal + late + waiting"
     ),
@@ -159,7 +163,7 @@ NAMES: Mapping[str, Metric] = {
     ),
     "preference/chosen_nll_nat": Metric("nats", "mean", 0, INF, "mean cross-entropy of the chosen answer's tokens"),
     "distill/divergence_nat": Metric("nats", "mean", -1e-4, INF, "divergence from the teacher per token"),
-    "distill/ce_nat": Metric("nats", "mean", 0, INF, "cross-entropy of the gold tokens"),
+    "distill/ce_nat": Metric("nats", "mean", 0, INF, "cross-entropy of the reference tokens"),
     "optim/grad_norm": Metric("norm", "mean", 0, INF, "gradient norm before clipping"),
     "optim/grad_norm_embed": Metric("norm", "mean", 0, INF, "of it: the embedding"),
     "optim/grad_norm_attention": Metric("norm", "mean", 0, INF, "of it: attention projections"),

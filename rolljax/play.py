@@ -1,8 +1,8 @@
-"""Play an environment yourself: `python -m rolljax.play ENV [--task N] [--gold]`.
+"""Play an environment yourself: `python -m rolljax.play ENV [--task N] [--scripted]`.
 
 ENV is a short name with or without settings (`sokoban`, `'frozen_lake(size=5)'`), `rg:chain_sum`, or `module.Class`.
 The terminal shows the messages that a policy would receive, and you type its answers, a line per turn; Ctrl-D ends.
-`--gold` watches the scripted player instead.
+`--scripted` watches the scripted player instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rolljax.play", description="Play an environment in the terminal.")
     parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum#3, module.Class, ...")
     parser.add_argument("--task", type=int, metavar="N", help="index of the task (default: the one behind #, or 0)")
-    parser.add_argument("--gold", action="store_true", help="let the scripted player play")
+    parser.add_argument("--scripted", action="store_true", help="let the scripted player play")
     return parser.parse_args(argv)
 
 
@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             task, env = spec.task(index), spec.make()
             try:
                 show(console, env.reset(task))
-                if not args.gold:
+                if not args.scripted:
                     console.print(what_to_type(env), style="dim")
-                console.print(play(console, env, spec.max_turns, args.gold))
+                console.print(play(console, env, spec.max_turns, args.scripted))
             finally:
                 env.close()
         return 0
@@ -67,17 +67,19 @@ def what_to_type(env: Env) -> str:
     from rolljax.envs.checks import HasRandomAction
 
     example = f", such as {env.random_action(random.Random(0))!r}" if isinstance(env, HasRandomAction) else ""
-    return f"Type what the policy would say{example}; a line is a turn. Ctrl-D ends, --gold shows the scripted player."
+    return (
+        f"Type what the policy would say{example}; a line is a turn. Ctrl-D ends, --scripted shows the scripted player."
+    )
 
 
-def play(console: Any, env: Env, max_turns: int, gold: bool) -> str:
+def play(console: Any, env: Env, max_turns: int, reference: bool) -> str:
     """Turns until the episode or the input ends; returns how it ended."""
     reward, solved = 0.0, False
     for turn in range(1, max_turns + 1):
-        action = env.gold() if gold else ask(console)
+        action = env.reference_answer() if reference else ask(console)
         if action is None:
             return f"left after {turn - 1} turns, reward {reward:g}"
-        if gold:
+        if reference:
             console.print(f"> {action}", style="bold")
         result = env.step(action)
         reward, solved = reward + result.reward, solved or result.success

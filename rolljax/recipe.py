@@ -23,7 +23,7 @@ from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
 from rolljax.rollout.group_buffer import Admission, Late, TailBatching, favours
 from rolljax.rollout.mixture_rules import MixtureRule
-from rolljax.rollout.starts import ExpertStarts
+from rolljax.rollout.start_states import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trackers.base import TrackerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
@@ -69,7 +69,7 @@ class Phase:
     step's groups (here half of them) are one version older than the whole number allows."""
     late: Late = "wait"
     """Treatment of a group that would exceed the staleness bound `async_ratio`. wait: the trainer waits until the group
-    is complete, so no group exceeds the bound. redraw: the group starts again with the newest policy, and the trainer
+    is complete, so no group exceeds the bound. resample: the group starts again with the newest policy, and the trainer
     then waits for it. drop: the group is never trained, which favours short answers."""
     spare_prompts: int = 0
     """Number of groups in flight in excess of the groups that a step needs. The first groups to complete are trained on
@@ -84,8 +84,8 @@ class Phase:
     (`group_buffer.TailBatching`)."""
     mixture: MixtureRule | None = None
     """The rule that sets the shares of a mixture's domains (docs/domains.md); None: their weights."""
-    starts: ExpertStarts | None = None
-    """Replay an expert's first turns at the start of episodes (`starts.ExpertStarts`)."""
+    start_states: ExpertStarts | None = None
+    """Replay an expert's first turns at the start of episodes (`start_states.ExpertStarts`)."""
     optimizer: Optimizer = AdamW()
     """New with every phase."""
     row_len: int = 0
@@ -125,10 +125,10 @@ class Phase:
                 value=self.stop_at_reward,
                 remedy="set Phase.eval_every",
             )
-        for name in ("async_ratio", "spare_prompts", "spare_siblings", "tail_batching", "starts"):
+        for name in ("async_ratio", "spare_prompts", "spare_siblings", "tail_batching", "start_states"):
             if getattr(self, name) and not self.samples:
                 raise ConfigError(
-                    f"can have no effect: {type(self.algorithm).__name__} learns from gold answers",
+                    f"can have no effect: {type(self.algorithm).__name__} learns from reference answers",
                     setting=f"Phase.{name}",
                     value=getattr(self, name),
                     remedy="leave it out",
@@ -157,7 +157,7 @@ class Phase:
     @property
     def begins_again(self) -> bool:
         """Whether cancelled groups start again."""
-        return self.late == "redraw" or self.tail_batching is not None
+        return self.late == "resample" or self.tail_batching is not None
 
     def spares(self, *, kept: bool) -> int:
         """Return the number of siblings that start in excess of `group_size`. kept: the trainer waits for the group."""
@@ -317,11 +317,11 @@ class Recipe:
                     value=phase.row_len,
                     remedy=f"set it to {shortest} or more, or leave it out",
                 )
-            if phase.starts and self.max_turns == 1:
+            if phase.start_states and self.max_turns == 1:
                 raise ConfigError(
                     "can have no effect: episodes of this environment have one turn",
-                    setting="Phase.starts",
-                    value=phase.starts,
+                    setting="Phase.start_states",
+                    value=phase.start_states,
                     remedy="leave it out, or choose an environment with several turns",
                 )
             if phase.algorithm.unsplit_groups and self.rollout.max_restarts:
@@ -349,9 +349,9 @@ class Recipe:
                 remedy="leave it out; AgentProgram has max_calls, max_restarts and deadline_s",
             )
         for phase in self.phases:
-            if phase.starts and phase.samples:
+            if phase.start_states and phase.samples:
                 raise ConfigError(
-                    "cannot replay turns to an agent program", setting="Phase.starts", remedy="leave it out"
+                    "cannot replay turns to an agent program", setting="Phase.start_states", remedy="leave it out"
                 )
             if phase.algorithm.unsplit_groups and agent.max_restarts:
                 raise ConfigError(
@@ -400,7 +400,7 @@ class Recipe:
         unsplit = phase.algorithm.unsplit_groups
         rows = num_rows_bound(
             phase.prompts_per_step // phase.updates_per_step,
-            size if unsplit else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
+            size if unsplit else phase.group_size + (phase.start_states is not None and phase.algorithm.imitates),
             prompt,
             response,
             phase.row_len,

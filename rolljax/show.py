@@ -156,8 +156,8 @@ def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str])
 
 
 def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
-    """The values of each metric over the steps that have it, in the order of `names`; rewards of gold answers, which
-    supervised phases train on, are left out.
+    """The values of each metric over the steps that have it, in the order of `names`; rewards of reference answers,
+    which supervised phases train on, are left out.
 
     Raises:
       ConfigError: a name that no metric has.
@@ -191,16 +191,16 @@ def show_step(page: Console, folder: RunFolder, step: int, limit: int | None = N
         page.print(visible(f"step {step}: {step_line(phase, row, done)}", lines=False), soft_wrap=True)
     groups: dict[tuple[int, int], list[Trajectory]] = {}
     for t in trajectories:
-        groups.setdefault((t.key.stream, t.key.draw), []).append(t)
-    table = make_table("draw", "task", "rewards", "mean", "spread", "tokens", "not ok")
+        groups.setdefault((t.key.stream, t.key.prompt_index), []).append(t)
+    table = make_table("prompt_index", "task", "rewards", "mean", "spread", "tokens", "not ok")
     ordered = sorted(groups.items(), key=lambda item: -spread(item[1]))[:limit]
-    for (_, draw), group in ordered:
+    for (_, prompt_index), group in ordered:
         rewards = [t.reward for t in group]
         told = " ".join(f"{r:.3g}" for r in rewards)
         tokens = sum(t.num_sampled_tok for t in group) / len(group)
         mean, wrong = sum(rewards) / len(group), sum(t.status != "ok" for t in group)
-        table.add_row(*cells(str(draw), short(group[0].task.content), told, f"{mean:.3f}", f"{spread(group):.3f}",
-                             f"{tokens:.1f}", str(wrong or "")))  # fmt: skip
+        table.add_row(*cells(str(prompt_index), short(group[0].task.content), told, f"{mean:.3f}",
+        f"{spread(group):.3f}", f"{tokens:.1f}", str(wrong or "")))  # fmt: skip
     page.print(table)
     shown = f"{len(ordered)} of {len(groups)}" if len(ordered) < len(groups) else f"{len(groups)}"
     page.print(f"{shown} groups, {len(trajectories)} trajectories; --best, --worst and --failed show some in full")
@@ -263,7 +263,7 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
 
     ended = f"{t.status}{', solved' if t.success else ''}" + (f"; fault of {t.fault}" if t.fault else "")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
-    page.print(Rule(Text(f"draw {t.key.draw}, sibling {t.key.sibling}"), style="dim"))
+    page.print(Rule(Text(f"prompt {t.key.prompt_index}, sibling {t.key.sibling}"), style="dim"))
     page.print(Text(visible(f"reward {t.reward:.4g}{f' ({parts})' if parts else ''}; {ended}")))
     page.print(Text(visible(f"task {t.task.env} {t.task.index}: {t.task.content}")))
     for i, turn in enumerate(t.turns, 1):

@@ -120,11 +120,13 @@ def simulate(recipe: Recipe, timings: Timings, steps: int | None = None) -> tupl
 def sampling_part(recipe: Recipe, steps: int | None) -> Recipe:
     """The phases that sample, at most `steps` of each, from the start of a task, without checkpoints."""
     phases = tuple(
-        dataclasses.replace(p, steps=min(p.steps, steps or p.steps), starts=None) for p in recipe.phases if p.samples
+        dataclasses.replace(p, steps=min(p.steps, steps or p.steps), start_states=None)
+        for p in recipe.phases
+        if p.samples
     )
     if not phases:
         raise ConfigError(
-            "learn from gold answers: there is nothing to sample",
+            "learn from reference answers: there is nothing to sample",
             setting="Recipe.phases",
             value=[p.name for p in recipe.phases],
             remedy="a recipe with a phase of reinforcement learning",

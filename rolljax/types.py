@@ -78,7 +78,7 @@ class Key:
 
     stream: int
     """0: training rollouts of the first phase, 1: of the second, ...; evaluations use `EVAL_STREAM`."""
-    draw: int
+    prompt_index: int
     """The place of its task in the task stream, whatever step trains it."""
     sibling: int
 
@@ -336,12 +336,12 @@ class Group:
     """Trajectories of the same start: the unit of credit and of dropping."""
 
     task: Task
-    draw: int
+    prompt_index: int
     trajectories: tuple[Trajectory, ...]
     cancelled: int = 0
     """Spare episodes that were cancelled when enough others were complete."""
     demonstration: Trajectory | None = None
-    """The expert's turns, to imitate because all trajectories failed; not played (`rollout.starts.fallback`)."""
+    """The expert's turns, to imitate because all trajectories failed; not played (`rollout.start_states.fallback`)."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -358,7 +358,7 @@ class Group:
         shown = record["demonstration"]
         return Group(
             Task(**record["task"]),
-            record["draw"],
+            record["prompt_index"],
             tuple(map(Trajectory.from_json, record["trajectories"])),
             record["cancelled"],
             shown and Trajectory.from_json(shown),

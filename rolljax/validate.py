@@ -152,7 +152,7 @@ def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS, NEED_GOLD
 
-    lacks = without_gold(spec)
+    lacks = without_reference(spec)
     for name, run in CHECKS.items():
         if lacks and name in NEED_GOLD:
             yield name, "", lacks
@@ -160,7 +160,7 @@ def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
             yield from findings(name, checked(name, functools.partial(run, spec), num_tasks, budget))
 
 
-def without_gold(spec: EnvSpec) -> str:
+def without_reference(spec: EnvSpec) -> str:
     """What stands for the result of a check that needs reference answers; empty if there are any. An environment that
     fails here is left to the checks."""
     from rolljax.envs import checks
@@ -168,7 +168,7 @@ def without_gold(spec: EnvSpec) -> str:
 
     try:
         with boundary(EnvError, "raised"):
-            return f"not tried: {why}" if (why := checks.lacks_gold(spec)) else ""
+            return f"not tried: {why}" if (why := checks.lacks_reference(spec)) else ""
     except RolljaxError:
         return ""
 
@@ -180,7 +180,7 @@ def checked(name: str, run: Callable[[int], str], num_tasks: int, budget: Budget
 
 
 def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """Answers that take no thought: what wins more than chance without being gold is a hole."""
+    """Answers that take no thought: what wins more than chance without being the reference answer is a hole."""
     from rolljax.envs import checks
     from rolljax.envs.constants import CONSTANTS
 
@@ -205,9 +205,9 @@ def measure(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]
     from rolljax.envs import checks
 
     players = {"empty answers": checks.always("")}
-    if (lacks := without_gold(spec)) and not isinstance(spec.make(), checks.HasRandomAction):
+    if (lacks := without_reference(spec)) and not isinstance(spec.make(), checks.HasRandomAction):
         player = checks.always(checks.NONSENSE)
-        yield "gold answers of other tasks", "", lacks
+        yield "reference answers of other tasks", "", lacks
     else:
         player, how = checks.random_player(spec)
         players = {how: player} | players

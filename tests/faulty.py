@@ -56,7 +56,7 @@ async def play(pool, task):
     """A whole episode; the sum of its rewards."""
     episode = await pool.open(task)
     try:
-        shown, reward = episode.opening[-1].content, 0.0
+        shown, reward = episode.initial_messages[-1].content, 0.0
         for _ in range(TURNS):
             result = await episode.step(str(int(shown) + 1) if shown.isdigit() else "")
             reward += result.reward
@@ -151,14 +151,14 @@ class FaultyEnv(Env):
         self._stage = "step"
         if self._spec.latency_s:
             time.sleep(self._spec.latency_s)
-        right = action == self.gold()
+        right = action == self.reference_answer()
         self._n, self._turn = self._n + 1, self._turn + 1
         if self._turn == 2 and (result := self._commit()) is not None:
             return result
         over = self._turn == TURNS
         return StepResult(() if over else (Message("user", str(self._n)),), float(right), over, success=right)
 
-    def gold(self):
+    def reference_answer(self):
         if self._stage == "step" and self._fault == "gold_hangs":
             time.sleep(1000)
         return str(self._n + 1)

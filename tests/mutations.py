@@ -106,7 +106,7 @@ FAULTS = {
         "unit/test_group_buffer.py",
     ),
     "youngest start first": Fault(
-        "key=lambda e: (not e.kept, e.version, e.draw)", "key=lambda e: (not e.kept, -e.version, e.draw)", "unit/test_group_buffer.py"
+        "key=lambda e: (not e.kept, e.version, e.prompt_index)", "key=lambda e: (not e.kept, -e.version, e.prompt_index)", "unit/test_group_buffer.py"
     ),
     "nobody waits for what would be too old": Fault(
         "if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):",
@@ -117,7 +117,7 @@ FAULTS = {
         "self._restart = [e for e in entries if not e.ready]", "self._restart = []", "unit/test_group_buffer.py"
     ),
     "an expired group is not cancelled": Fault(
-        "self._running.pop(entry.draw).cancel()", "self._running.pop(entry.draw)", "unit/test_phase_rollouts.py"
+        "self._running.pop(entry.prompt_index).cancel()", "self._running.pop(entry.prompt_index)", "unit/test_phase_rollouts.py"
     ),
     "a replaced group begins with the version of the old one": Fault(
         "self._version = version entries", "entries", "unit/test_phase_rollouts.py"

@@ -159,15 +159,15 @@ class Objective:
         return total, [packed.unpack(g) for g in grads], stats
 
 
-def trained(algorithm, groups, e, logps, shape=SHAPE, *, carry=None, mask=None):
+def trained(algorithm, groups, e, logps, shape=SHAPE, *, algorithm_state=None, mask=None):
     """Loss, and its gradients in log-prob, entropy and divergence, `[3, T]` of each trajectory; 0 where it has no part.
 
     carry: what the step before handed on. mask: fewer tokens `[N, T]` than credit lets count.
     """
-    carry = carry or {}
+    algorithm_state = algorithm_state or {}
     samples = samples_of(groups)
     place = {id(s.tokens): n for n, s in enumerate(s for group in samples for s in group)}
-    credit = algorithm.credit(e, carry)
+    credit = algorithm.credit(e, algorithm_state)
     if mask is not None:
         credit = dataclasses.replace(credit, mask=mask if credit.mask is None else mask & credit.mask)
     kept = apply_credit(algorithm.needs(), samples, e, credit)
@@ -176,7 +176,7 @@ def trained(algorithm, groups, e, logps, shape=SHAPE, *, carry=None, mask=None):
         return 0.0, grads
     which = [place[id(s.tokens)] for group in kept for s in group]
     objective = _objective(algorithm)
-    loss, found, _ = objective(objective.rows(kept, shape, carry.get("kl_coef")), [logps[n] for n in which])
+    loss, found, _ = objective(objective.rows(kept, shape, algorithm_state.get("kl_coef")), [logps[n] for n in which])
     for n, *three in zip(which, *found, strict=True):
         grads[n] = np.stack(three)
     return loss, grads

@@ -78,11 +78,11 @@ class BackwardEnv(PureEnv):
         return (Message("user", task.content),)
 
     def step(self, action: str) -> StepResult:
-        right = action.strip() == self.gold()
+        right = action.strip() == self.reference_answer()
         self._answer = ""
         return StepResult((), float(right), terminated=True, success=right)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         if not self._answer:
             raise EnvError("step before reset, or after the episode's end")
         return self._answer

@@ -103,8 +103,8 @@ def rollout(a, params, prompts, key):
     caches = jax.tree.map(lambda x: jnp.repeat(x, G, 0), caches)
     last = jnp.repeat(logits(params, hidden[:, -1]), G, 0)
 
-    def step(carry, i):
-        last, caches = carry
+    def step(algorithm_state, i):
+        last, caches = algorithm_state
         last = last / a.temperature
         tok = jax.random.categorical(jax.random.fold_in(key, i), last)
         logp = jnp.take_along_axis(jax.nn.log_softmax(last), tok[:, None], 1)[:, 0]

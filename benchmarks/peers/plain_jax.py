@@ -105,8 +105,8 @@ def rollout(shape, params, prompts, key, group_size, new, stop, chunk, sample):
     out = jax.lax.map(lambda x: prefill(shape, params, x), prompts.reshape(P // chunk, chunk, T))
     hidden, caches = jax.tree.map(lambda x: jnp.repeat(x.reshape(P, *x.shape[2:]), group_size, 0), out)
 
-    def step(carry):
-        i, logits, caches, tokens, logps, done = carry
+    def step(algorithm_state):
+        i, logits, caches, tokens, logps, done = algorithm_state
         token = sample(jax.random.fold_in(key, i), logits)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, i))
@@ -115,12 +115,12 @@ def rollout(shape, params, prompts, key, group_size, new, stop, chunk, sample):
         return i + 1, hidden[:, 0] @ params["head"], caches, tokens, logps, done | (token == stop)
 
     tokens, logps, done = jnp.zeros((B, new), jnp.int32), jnp.zeros((B, new)), jnp.zeros(B, bool)
-    carry = 0, hidden @ params["head"], caches, tokens, logps, done
+    algorithm_state = 0, hidden @ params["head"], caches, tokens, logps, done
     for end in range(GROWTH, new + GROWTH, GROWTH):
         end = min(end, new)
-        carry = *carry[:2], grow(carry[2], T + end), *carry[3:]
-        carry = jax.lax.while_loop(lambda c, end=end: (c[0] < end) & ~c[5].all(), step, carry)
-    return carry[3:5]
+        algorithm_state = *algorithm_state[:2], grow(algorithm_state[2], T + end), *algorithm_state[3:]
+        algorithm_state = jax.lax.while_loop(lambda c, end=end: (c[0] < end) & ~c[5].all(), step, algorithm_state)
+    return algorithm_state[3:5]
 
 
 def main():

@@ -100,8 +100,8 @@ class SampleAttempts(AskingStage):
     def reward(self, record: Record, answer: str) -> float:
         """Return the reward of an answer."""
         if self.score is None:
-            gold = answers.split_recorded(text_of(record, self.answer_key))[1]
-            return float(is_right(answer, gold, self.answer_in))
+            reference = answers.split_recorded(text_of(record, self.answer_key))[1]
+            return float(is_right(answer, reference, self.answer_in))
         value = float(self.score(record, answer))
         if not 0 <= value <= 1:
             raise DataError(f"Attempts.score gave {value!r}, which is not from 0 to 1, for {str(record)[:200]}")

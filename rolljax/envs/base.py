@@ -75,11 +75,11 @@ class Env(abc.ABC):
         """Take the policy's text. After the episode's end: `EnvError`."""
 
     @abc.abstractmethod
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         """Return an action that a perfect policy would take now."""
 
     def rejected(self) -> str:
-        """Return a worse action than `gold`, for training on pairs."""
+        """Return a worse action than `reference_answer`, for training on pairs."""
         raise EnvError("this environment has no rejected answers: it cannot be a source of pairs")
 
     def snapshot(self) -> bytes:

@@ -63,8 +63,8 @@ def scored(
 ) -> Any | TooMuch:
     """`score(answer)` within limits; `TooMuch` where the answer itself passed them.
 
-    known: an answer to the same task that must be scored within the limits, the gold one where there is one. It is
-      scored only after `answer` passed them.
+    known: an answer to the same task that must be scored within the limits, the reference answer where there is one. It
+      is scored only after `answer` passed them.
 
     Raises:
       EnvError: the known answer passes the limits as well, so the scorer is to blame; or see `bounded`.

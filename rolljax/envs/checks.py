@@ -58,12 +58,12 @@ class Transcript:
         return sum(r.reward for r in self.results)
 
 
-def gold(env: Env, turn: int) -> str:
+def reference(env: Env, turn: int) -> str:
     """The scripted player."""
-    return env.gold()
+    return env.reference_answer()
 
 
-def lacks_gold(spec: EnvSpec) -> str:
+def lacks_reference(spec: EnvSpec) -> str:
     """Return why an environment has no reference answers, in its own words; empty if it has.
 
     Raises:
@@ -72,7 +72,7 @@ def lacks_gold(spec: EnvSpec) -> str:
     env = spec.make()
     try:
         env.reset(spec.task(0))
-        env.gold()
+        env.reference_answer()
         return ""
     except InfraError:
         raise
@@ -88,8 +88,8 @@ def always(action: str) -> Act:
 
 
 def wrong_first(env: Env, turn: int) -> str:
-    """Answer nonsense first, then gold."""
-    return env.gold() if turn else NONSENSE
+    """Answer nonsense first, then the reference answer."""
+    return env.reference_answer() if turn else NONSENSE
 
 
 def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
@@ -117,23 +117,26 @@ def over(result: StepResult) -> bool:
     return result.terminated or result.truncated
 
 
-def gold_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> str:
-    """The gold player solves every task in time; `reward`: what it must get for each."""
-    episodes = [play(spec, spec.task(i), gold) for i in range(num_tasks)]
+def reference_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> str:
+    """The scripted player solves every task in time; `reward`: what it must get for each."""
+    episodes = [play(spec, spec.task(i), reference) for i in range(num_tasks)]
     for e in episodes:
         last = e.results[-1]
-        _require(last.success and last.terminated, f"gold does not solve {e.task}")
+        _require(last.success and last.terminated, f"the reference answer does not solve {e.task}")
         _in_time(spec, e)
-        _require(reward is None or math.isclose(e.reward, reward, abs_tol=1e-6), f"gold gets {e.reward:g} for {e.task}")
+        _require(
+            reward is None or math.isclose(e.reward, reward, abs_tol=1e-6),
+            f"the reference answer gets {e.reward:g} for {e.task}",
+        )
     turns = sum(len(e.results) for e in episodes) / num_tasks
     return f"{num_tasks} tasks, {turns:.1f} turns, reward {sum(e.reward for e in episodes) / num_tasks:g}"
 
 
 def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
-    """Bad actions of the environment solve nothing, are worth less than gold, and raise nothing."""
+    """Bad actions of the environment solve nothing, are worth less than the reference answer, and raise nothing."""
     actions = spec.bad_actions()
     for i in range(num_tasks):
-        best = play(spec, spec.task(i), gold)
+        best = play(spec, spec.task(i), reference)
         for action in actions:
             e = play(spec, spec.task(i), always(action))
             worse = e.reward < best.reward or not best.success
@@ -146,7 +149,7 @@ def well_formed(spec: EnvSpec, num_tasks: int) -> str:
     """Messages end with one to the policy, numbers are finite, and an episode ends once, without further messages."""
     shown = []
     for i in range(num_tasks):
-        for act in (gold, always(NONSENSE)):
+        for act in (reference, always(NONSENSE)):
             e = play(spec, spec.task(i), act)
             for messages in e.seen:
                 _require(bool(messages) and messages[-1].role != "assistant", f"{e.task}: no message to the policy")
@@ -166,7 +169,7 @@ def ends_are_final(spec: EnvSpec, num_tasks: int) -> str:
     for i in range(num_tasks):
         env = spec.make()
         try:
-            follow(env, Transcript(spec.task(i), [env.reset(spec.task(i))], []), gold)
+            follow(env, Transcript(spec.task(i), [env.reset(spec.task(i))], []), reference)
             _require(_refuses_a_step(env), f"a step after the end of {spec.task(i)} is let pass")
         finally:
             env.close()
@@ -189,7 +192,7 @@ def tasks_are_their_index(spec: EnvSpec, num_tasks: int) -> str:
 
 def interleave(spec: EnvSpec, num_tasks: int) -> str:
     """Episodes whose turns are interleaved give the same messages as alone."""
-    pairs = [(spec.task(i), wrong_first if i % 2 else gold) for i in range(max(2, num_tasks))]
+    pairs = [(spec.task(i), wrong_first if i % 2 else reference) for i in range(max(2, num_tasks))]
     alone = [play(spec, task, act) for task, act in pairs]
     envs = [spec.make() for _ in pairs]
     try:
@@ -213,7 +216,7 @@ def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
     if not can_snapshot(spec):
         return "no snapshots"
     for i in range(num_tasks):
-        for act in (gold, wrong_first):
+        for act in (reference, wrong_first):
             full = play(spec, spec.task(i), act)
             for middle in sorted({0, len(full.results) // 2}):
                 _same_from(spec, full, middle, act)
@@ -268,7 +271,7 @@ def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGES
 
 
 def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
-    """Return each task's id and a hash of the environment's replies to gold and to nonsense."""
+    """Return each task's id and a hash of the environment's replies to the reference answer and to nonsense."""
     return [[spec.task(i).id, _digest(spec, spec.task(i))] for i in range(num_tasks)]
 
 
@@ -280,7 +283,7 @@ def print_digests() -> None:
 
 def _digest(spec: EnvSpec, task: Task) -> str:
     said: list[object] = []
-    for act in (gold, wrong_first):
+    for act in (reference, wrong_first):
         e = play(spec, task, act)
         said += [[[(m.role, m.content) for m in messages] for messages in e.seen], [r.reward for r in e.results]]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
@@ -305,7 +308,7 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
     try:
         player, _ = random_player(spec)
         episodes = [play(spec, spec.task(i), player) for i in range(num_tasks)]
-    except EnvError:  # there is no gold answer
+    except EnvError:  # there is no reference answer
         episodes = []
     wrong = [e.reward for e in episodes if not e.success]
     chance = (len(episodes) - len(wrong)) / num_tasks
@@ -313,7 +316,7 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
 
 
 def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:
-    """No constant answer wins more often than chance, unless it is gold."""
+    """No constant answer wins more often than chance, unless it is the reference answer."""
     found = constant_wins(spec, num_tasks)
     _require(found.hole is None, f"{spec.name}: {found}")
     return str(found)
@@ -322,7 +325,7 @@ def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:
 def _openings(spec: EnvSpec, task: Task) -> Callable[[], tuple[Env, tuple[Message, ...]]]:
     """Opens a task repeatedly: from a snapshot if the environment has them."""
     first = spec.make()
-    opening = first.reset(task)
+    initial_messages = first.reset(task)
     try:
         state = first.snapshot()
     except EnvError:
@@ -335,60 +338,61 @@ def _openings(spec: EnvSpec, task: Task) -> Callable[[], tuple[Env, tuple[Messag
         if state is None:
             return env, env.reset(task)
         env.restore(state)
-        return env, opening
+        return env, initial_messages
 
     return fresh
 
 
-def _prompt(opening: Sequence[Message]) -> str:
-    return "\n".join(m.content for m in opening if m.role == "user")
+def _prompt(initial_messages: Sequence[Message]) -> str:
+    return "\n".join(m.content for m in initial_messages if m.role == "user")
 
 
 def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, text: str) -> tuple[bool, bool, float]:
-    """Give an answer in every turn of an episode; return whether it is right, whether it is always gold, its reward."""
-    env, opening = fresh()
+    """Give an answer in every turn of an episode; return whether it is right, whether it is always the reference
+    answer, its reward."""
+    env, initial_messages = fresh()
     try:
-        e = follow(env, Transcript(task, [opening], []), always(text))
+        e = follow(env, Transcript(task, [initial_messages], []), always(text))
     finally:
         env.close()
     if not e.success:
         return False, False, e.reward
-    env, opening = fresh()
-    are_gold: list[bool] = []
+    env, initial_messages = fresh()
+    are_reference: list[bool] = []
 
     def compare(env: Env, turn: int) -> str:
         try:
-            are_gold.append(constants.same(text, env.gold()))
+            are_reference.append(constants.same(text, env.reference_answer()))
         except EnvError:
-            are_gold.append(False)
+            are_reference.append(False)
         return text
 
     try:
-        follow(env, Transcript(task, [opening], []), compare)
+        follow(env, Transcript(task, [initial_messages], []), compare)
     finally:
         env.close()
-    return True, all(are_gold), e.reward
+    return True, all(are_reference), e.reward
 
 
 def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:
     """Return a player that knows nothing of the task, and its description: random legal actions if the environment has
-    them, otherwise gold answers of other tasks."""
+    them, otherwise reference answers of other tasks."""
     rng = random.Random(seed)
     if isinstance(spec.make(), HasRandomAction):
         return lambda env, turn: env.random_action(rng), "random legal actions"
     said: list[str] = []
 
     def remembered(env: Env, turn: int) -> str:
-        said.append(env.gold())
+        said.append(env.reference_answer())
         return said[-1]
 
     for i in range(NUM_INDICES - 20, NUM_INDICES):
         play(spec, spec.task(i), remembered)
-    return lambda env, turn: rng.choice(said), "gold answers of other tasks"
+    return lambda env, turn: rng.choice(said), "reference answers of other tasks"
 
 
 CHECKS: Mapping[str, Callable[[EnvSpec, int], str]] = {
-    "gold solves": gold_solves,
+    "the reference answer solves": reference_solves,
     "bad actions fail": bad_actions_fail,
     "well formed": well_formed,
     "ends are final": ends_are_final,

@@ -45,7 +45,7 @@ class Problem:
     """One program that defines `check` (HumanEval), or asserts (MBPP)."""
     setup: str
     """Runs before the asserts."""
-    gold: str
+    reference_answer: str
     """A right program."""
 
 
@@ -168,10 +168,10 @@ class CodeEnv(Env):
         parts = {"tests": reward}
         return StepResult((), reward, terminated=True, success=verdict.passed, reward_parts=parts, metrics=metrics)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         if self._problem is None:
-            raise EnvError("gold before reset, or after the episode's end")
-        return f"```python\n{self._problem.gold.rstrip()}\n```"
+            raise EnvError("reference_answer before reset, or after the episode's end")
+        return f"```python\n{self._problem.reference_answer.rstrip()}\n```"
 
     def _judge(self, problem: Problem, action: str) -> GradeResult:
         from rolljax.sandbox import SCORE, GradeResult, grade_mbpp, grade_python
@@ -260,10 +260,10 @@ def _humaneval(record: dict[str, Any]) -> Problem:
     head, entry = _string(record, "prompt"), _string(record, "entry_point")
     order = "Complete this function. Answer with the whole function in a ```python block."
     question = f"{order}\n\n```python\n{head.rstrip()}\n```"
-    gold = head + _string(record, "canonical_solution")
-    _parses(gold, "prompt and canonical_solution")
+    reference = head + _string(record, "canonical_solution")
+    _parses(reference, "prompt and canonical_solution")
     _parses(_string(record, "test"), "test")
-    return Problem(str(record.get("task_id", "")), question, head, entry, (record["test"],), "", gold)
+    return Problem(str(record.get("task_id", "")), question, head, entry, (record["test"],), "", reference)
 
 
 def _mbpp(record: dict[str, Any], tests_shown: int) -> Problem:
@@ -271,20 +271,20 @@ def _mbpp(record: dict[str, Any], tests_shown: int) -> Problem:
     tests = record.get("test_list")
     if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
         raise ValueError("test_list is not a list of asserts")
-    gold = _string(record, "code").replace("\r\n", "\n")
+    reference = _string(record, "code").replace("\r\n", "\n")
     imports = record.get("test_imports") or []
     setup = "\n".join([*imports, record.get("test_setup_code") or ""]).strip()
-    for key, source in (("code", gold), ("test_list", "\n".join(tests)), ("test_setup_code", setup)):
+    for key, source in (("code", reference), ("test_list", "\n".join(tests)), ("test_setup_code", setup)):
         _parses(source, key)
-    entry = record.get("entry_point") or _tested(tests, setup, gold)
+    entry = record.get("entry_point") or _tested(tests, setup, reference)
     shown = "\n".join(tests[:tests_shown])
     question = f"{text}\nAnswer with Python code in a ```python block."
     if shown:
         question += f" It must pass this test:\n\n```python\n{shown}\n```"
-    return Problem(str(record.get("task_id", "")), question, "", entry, tuple(tests), setup, gold)
+    return Problem(str(record.get("task_id", "")), question, "", entry, tuple(tests), setup, reference)
 
 
-def _tested(tests: list[str], setup: str, gold: str) -> str:
+def _tested(tests: list[str], setup: str, reference: str) -> str:
     """The function that tests are about: the one that they use, the solution defines and the setup does not; else the
     only class.
 
@@ -293,8 +293,8 @@ def _tested(tests: list[str], setup: str, gold: str) -> str:
     """
     trees = [ast.parse(source) for source in (*tests, setup)]
     used = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)} - _defined(trees[-1])
-    classes = {n.name for n in ast.parse(gold).body if isinstance(n, ast.ClassDef)} & used
-    found = (_defined(ast.parse(gold)) & used) - classes or classes
+    classes = {n.name for n in ast.parse(reference).body if isinstance(n, ast.ClassDef)} & used
+    found = (_defined(ast.parse(reference)) & used) - classes or classes
     found = {name for name in found if not hasattr(builtins, name)} or found
     if len(found) == 1:
         return found.pop()

@@ -1,7 +1,8 @@
 """Constant answers, and how often they win: a task that they solve more often than chance has a loophole.
 
-An answer that equals the gold one is legitimate: `yes` wins half of a yes-or-no family. A win without
-being gold is compared with the wins of a player who knows the form of the answers and nothing of the task.
+An answer that equals the reference answer is legitimate: `yes` wins half of a yes-or-no family. A win without
+being the reference answer is compared with the wins of a player who knows the form of the answers and nothing of the
+task.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ CONSTANTS: Mapping[str, str] = {
 """By name: numbers, non-numbers, words that answer many tasks, empty values of several languages, long texts."""
 
 SURE = 1e-6
-"""Least probability at which wins without gold are taken for luck: with a hundred answers and a thousand environments,
-nothing is reported by accident."""
+"""Least probability at which wins without the reference answer are taken for luck: with a hundred answers and a
+thousand environments, nothing is reported by accident."""
 
 MUCH_REWARD = 0.2
 """Excess over the reward of other wrong answers from which on a wrong answer is reported."""
@@ -63,17 +64,17 @@ class Wins:
     """The result of one of these answers."""
 
     name: str
-    gold: float
-    """Share of tasks whose gold answer it is."""
+    reference: float
+    """Share of tasks whose reference answer it is."""
     hollow: float
-    """Share of tasks that it solves without being gold."""
+    """Share of tasks that it solves without being the reference answer."""
     reward: float
     """Mean over the tasks that it does not solve."""
 
     @property
     def share(self) -> float:
         """Share of tasks that it solves."""
-        return self.gold + self.hollow
+        return self.reference + self.hollow
 
 
 def from_prompt(prompt: str) -> dict[str, str]:
@@ -93,11 +94,13 @@ def from_prompt(prompt: str) -> dict[str, str]:
     return found
 
 
-def same(answer: str, gold: str) -> bool:
+def same(answer: str, reference: str) -> bool:
     """Return whether two answers are the same: equal words, numbers and signs, apart from case and punctuation."""
-    if answer.strip() == gold.strip():
+    if answer.strip() == reference.strip():
         return True
-    return bool(_tokens(gold)) and len(answer) <= 10 * len(gold) + 100 and _tokens(answer) == _tokens(gold)
+    return (
+        bool(_tokens(reference)) and len(answer) <= 10 * len(reference) + 100 and _tokens(answer) == _tokens(reference)
+    )
 
 
 def _tokens(text: str) -> list[object]:
@@ -129,7 +132,7 @@ class ConstantAnswerResults:
 
     @property
     def hole(self) -> Wins | None:
-        """The answer that solves most tasks without being gold, where luck does not explain it."""
+        """The answer that solves most tasks without being the reference answer, where luck does not explain it."""
         worst = max(self.wins, key=lambda w: w.hollow)
         luck = at_least(round(worst.hollow * self.num_tasks), self.num_tasks, max(self.chance, 1 / self.num_tasks))
         return worst if luck < SURE else None
@@ -144,7 +147,8 @@ class ConstantAnswerResults:
         told = [f"{len(self.wins)} on {self.num_tasks} tasks; {self.best.name} solves most: {self.best.share:.0%}"]
         if self.hole is not None:
             told.append(
-                f"{self.hole.name} solves {self.hole.hollow:.0%} without being gold, chance is {self.chance:.0%}"
+                f"{self.hole.name} solves {self.hole.hollow:.0%} without being the reference answer, "
+                f"chance is {self.chance:.0%}"
             )
         if self.pays is not None:
             told.append(
@@ -161,17 +165,18 @@ class AnswerCounts:
         self._won: dict[str, tuple[int, int, float, int]] = {}
 
     def task(self, prompt: str, play: Callable[[str], tuple[bool, bool, float]]) -> None:
-        """Give every answer to one task. play: whether an answer solves it, whether it is gold, and its reward."""
+        """Give every answer to one task. play: whether an answer solves it, whether it is the reference answer, and its
+        reward."""
         self.num_tasks += 1
         seen: dict[str, tuple[bool, bool, float]] = {}
         for name, text in {**CONSTANTS, **from_prompt(prompt)}.items():
             if text not in seen:
                 seen[text] = play(text)
-            solves, is_gold, reward = seen[text]
-            gold, hollow, total, wrong = self._won.get(name, (0, 0, 0.0, 0))
+            solves, is_reference, reward = seen[text]
+            reference, hollow, total, wrong = self._won.get(name, (0, 0, 0.0, 0))
             self._won[name] = (
-                gold + (solves and is_gold),
-                hollow + (solves and not is_gold),
+                reference + (solves and is_reference),
+                hollow + (solves and not is_reference),
                 total + (0.0 if solves else reward),
                 wrong + (not solves),
             )

@@ -204,8 +204,8 @@ class MixtureEnv(Env):
         self._open().run_limit_s = self.run_limit_s
         return self._open().step(action)
 
-    def gold(self) -> str:
-        return self._open().gold()
+    def reference_answer(self) -> str:
+        return self._open().reference_answer()
 
     def rejected(self) -> str:
         return self._open().rejected()

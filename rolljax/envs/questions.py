@@ -44,7 +44,7 @@ class Questions(EnvSpec):
     one of these, such as `datasets.save_to_disk` writes.
 
     The reference answer follows the last `####`, else is in the last `\boxed{...}`, else is all of the text; the part
-    before it is a worked solution, which `gold` gives. The reward is 1 for the same answer in any notation,
+    before it is a worked solution, which `reference_answer` gives. The reward is 1 for the same answer in any notation,
     and 0 for any other: numbers are compared exactly (`1,200`, `$1200.00`, `\frac{2400}{2}`), formulas by math-verify.
     Text of the policy is parsed in worker processes, and an answer that keeps the verifier busy for too long is wrong.
 
@@ -78,7 +78,7 @@ class Questions(EnvSpec):
     reward: Reward | None = None
     """A custom function (`Reward`), instead of checking the answer; rows then need no answer. An exception or a result
     that is not finite is a fault of the environment, not a reward. The recorded answer is then the full text of its
-    column, and `gold` gives it as it stands, after the solution if there is one."""
+    column, and `reference_answer` gives it as it stands, after the solution if there is one."""
     solved_at: float = 1.0
     """Reward from which on a task counts as solved."""
     bad_rows: BadRows = "error"
@@ -190,11 +190,14 @@ class Questions(EnvSpec):
         return (lambda row: self._read(row, asked, answered, solved)), taken
 
     def _read(self, row: Row, asked: str, answered: str | None, solved: str | None) -> Question:
-        opening, content = _opening(columns.value(row, asked), asked, self.prompt)
+        initial_messages, content = _opening(columns.value(row, asked), asked, self.prompt)
         if self.system:
-            opening = (Message("system", self.system), *opening[opening[0].role == "system" :])
+            initial_messages = (
+                Message("system", self.system),
+                *initial_messages[initial_messages[0].role == "system" :],
+            )
         if answered is None:
-            return Question(opening, content, "", "")
+            return Question(initial_messages, content, "", "")
         recorded = _recorded(columns.value(row, answered), answered)
         if self.reward is not None:  # what a function of the user's takes for an answer, only it knows
             solution, answer = "", recorded
@@ -206,7 +209,7 @@ class Questions(EnvSpec):
             raise BadRow(f"{answered} is {answer[:40]!r}, no number, which Questions.answer_in = 'last' asks for")
         if solved is not None and isinstance(worked := columns.value(row, solved), str):
             solution = worked.strip()
-        return Question(opening, content, solution, answer)
+        return Question(initial_messages, content, solution, answer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ class Question:
     """Return the prompt, the question's identity, the steps to the answer, and the answer; the last two
     are empty where none is recorded."""
 
-    opening: tuple[Message, ...]
+    initial_messages: tuple[Message, ...]
     content: str
     solution: str
     answer: str
@@ -236,7 +239,7 @@ class QuestionsEnv(PureEnv):
                 "changed?"
             )
         self._index, self._question = task.index, question
-        return question.opening
+        return question.initial_messages
 
     def step(self, action: str) -> StepResult:
         question = self._open()
@@ -254,7 +257,7 @@ class QuestionsEnv(PureEnv):
             metrics={"no_answer_n": float(found_answer is None), "unverified_n": float(isinstance(right, TooMuch))},
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         question, where = self._open(), self._spec.answer_in
         if not question.answer:
             raise EnvError(f"{source_name(self._spec)} has no recorded answers: they can be rewarded, not imitated")
@@ -276,7 +279,7 @@ class QuestionsEnv(PureEnv):
         spec, own = self._spec, getattr(reward, "__name__", type(reward).__name__)
         name = f"{reward.__module__}.{getattr(reward, '__qualname__', own)}"
         with boundary(EnvError, f"{name} for {spec.location(self._index)}"):
-            value = reward(question.opening[-1].content, action, spec.record(self._index))
+            value = reward(question.initial_messages[-1].content, action, spec.record(self._index))
         parts = value if isinstance(value, Mapping) else {own: value}
         for part, number in parts.items():
             if not _is_finite(number):
@@ -291,13 +294,13 @@ class QuestionsEnv(PureEnv):
         return self._question
 
 
-def is_same(gold: str, answer: str) -> bool | TooMuch:
+def is_same(reference: str, answer: str) -> bool | TooMuch:
     """Whether two final answers are the same, however they are written: by plain rules where these can say, else by
     math-verify in a forked child. `TooMuch`: the answer passed the bounds on time or memory, which makes it wrong."""
-    plainly = answers.compare(gold, answer)
+    plainly = answers.compare(reference, answer)
     if plainly is not None:
         return plainly
-    for want, got in answers.to_verify(gold, answer):
+    for want, got in answers.to_verify(reference, answer):
         plainly = answers.compare(want, got)
         verdict = verifier.equal(want, got) if plainly is None else plainly
         if verdict is not True:
@@ -305,13 +308,13 @@ def is_same(gold: str, answer: str) -> bool | TooMuch:
     return True
 
 
-def is_right(text: str, gold: str, where: str = "any") -> bool:
-    """Whether a policy's text gives the recorded final answer `gold`: what the default reward asks.
+def is_right(text: str, reference: str, where: str = "any") -> bool:
+    """Whether a policy's text gives the recorded final answer `reference_answer`: what the default reward asks.
 
     where: as `Questions.answer_in`.
     """
-    found_answer = answers.find(text, where, number=answers.is_number(gold))
-    return found_answer is not None and is_same(gold, found_answer) is True
+    found_answer = answers.find(text, where, number=answers.is_number(reference))
+    return found_answer is not None and is_same(reference, found_answer) is True
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------

@@ -41,11 +41,11 @@ class Records(EnvSpec):
     these, such as `datasets.save_to_disk` writes. All rows are of one kind:
 
     - answers: a prompt, and the answer to it;
-    - pairs: a prompt, and a chosen and a rejected answer; the gold answer is the chosen one. Without a prompt it is
-      the common beginning of both;
+    - pairs: a prompt, and a chosen and a rejected answer; the reference answer is the chosen one. Without a prompt it
+      is the common beginning of both;
     - conversations: messages of system, user, assistant and tool. They are replayed: the assistant's messages are the
-      gold answers, and the recorded messages follow whatever was answered. An assistant's message with `"weight": 0` or
-      `"error": true` is part of the conversation, but not of the loss.
+      reference answers, and the recorded messages follow whatever was answered. An assistant's message with `"weight":
+      0` or `"error": true` is part of the conversation, but not of the loss.
 
     A prompt is a text or a list of messages; so are answers, whose list ends with one of the assistant. Lists may be
     JSON text, and the messages' keys OpenAI's (role, content) or ShareGPT's (from, value).
@@ -169,14 +169,14 @@ class RecordedAnswer:
 class RecordedExample:
     """A row: the messages before the first answer, and the answers."""
 
-    opening: tuple[Message, ...]
+    initial_messages: tuple[Message, ...]
     answers: tuple[RecordedAnswer, ...]
     rejected: str | None = None
 
     @property
     def content(self) -> str:
         """All messages to the policy, as JSON: two records with the same ones are the same task."""
-        told = [*self.opening, *(m for a in self.answers for m in a.then)]
+        told = [*self.initial_messages, *(m for a in self.answers for m in a.then)]
         return json.dumps([[m.role, m.content] for m in told], ensure_ascii=False)
 
 
@@ -197,7 +197,7 @@ class RecordsEnv(Env):
             )
         self._record, self._turn, self._right = record, 0, True
         self._share = 1 / sum(a.weight for a in record.answers)
-        return record.opening
+        return record.initial_messages
 
     def step(self, action: str) -> StepResult:
         answer = self._answer()
@@ -214,7 +214,7 @@ class RecordsEnv(Env):
             weight=answer.weight,
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return self._answer().text
 
     def rejected(self) -> str:
@@ -282,21 +282,21 @@ def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -
 
 
 def _answered(row: Row, asked: str, answered: str) -> RecordedExample:
-    opening = messages.prompt(columns.value(row, asked), asked)
+    initial_messages = messages.prompt(columns.value(row, asked), asked)
     before, answer = _said(columns.value(row, answered), answered)
-    return RecordedExample(_agreeing(opening, before, answered), (RecordedAnswer(answer),))
+    return RecordedExample(_agreeing(initial_messages, before, answered), (RecordedAnswer(answer),))
 
 
 def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> RecordedExample:
     good, bad = columns.value(row, chosen), columns.value(row, rejected)
     if prompt is None:
-        opening, good, bad = _shared_beginning(good, bad, chosen, rejected)
+        initial_messages, good, bad = _shared_beginning(good, bad, chosen, rejected)
     else:
-        opening = messages.prompt(columns.value(row, prompt), prompt)
+        initial_messages = messages.prompt(columns.value(row, prompt), prompt)
     before, better = _said(good, chosen)
-    opening = _agreeing(opening, before, chosen)
+    initial_messages = _agreeing(initial_messages, before, chosen)
     before, worse = _said(bad, rejected, empty=True)
-    return RecordedExample(_agreeing(opening, before, rejected), (RecordedAnswer(better),), worse)
+    return RecordedExample(_agreeing(initial_messages, before, rejected), (RecordedAnswer(better),), worse)
 
 
 def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, ...], str]:
@@ -309,14 +309,14 @@ def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, 
     return found[:-1], found[-1].content
 
 
-def _agreeing(opening: tuple[Message, ...], before: tuple[Message, ...], key: str) -> tuple[Message, ...]:
+def _agreeing(initial_messages: tuple[Message, ...], before: tuple[Message, ...], key: str) -> tuple[Message, ...]:
     """The prompt; an answer's list may repeat it, with a system message in front."""
-    if not before or before == opening:
-        return opening
-    if before[0].role == "system" and before[1:] == opening:
+    if not before or before == initial_messages:
+        return initial_messages
+    if before[0].role == "system" and before[1:] == initial_messages:
         return before
-    if opening[0].role == "system" and opening[1:] == before:
-        return opening
+    if initial_messages[0].role == "system" and initial_messages[1:] == before:
+        return initial_messages
     raise BadRow(f"{key} begins with other messages than the prompt")
 
 

@@ -5,7 +5,8 @@ answers.jsonl     every answer as it came, a trajectory for each line (`Trajecto
 table.md          the results for people
 verdicts.jsonl    of an evaluation by judges: their verdicts on every answer
 
-`key.draw` of an answer is its task, `key.sibling` the attempt. Of several lines with one key the last counts: answers
+`key.prompt_index` of an answer is its task, `key.sibling` the attempt. Of several lines with one key
+the last counts: answers
 that failed are requested again when the evaluation resumes.
 """
 

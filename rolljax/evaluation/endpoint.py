@@ -17,7 +17,7 @@ from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder
 from rolljax.rollout.episodes import EpisodeCounts, EpisodeRollouts, RolloutConfig
-from rolljax.rollout.starts import Start
+from rolljax.rollout.start_states import Start
 from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Completion, Message, Sampled
 
@@ -41,9 +41,9 @@ class EndpointRollouts(EpisodeRollouts):
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         assert start is None
-        said, record, key = list(episode.opening), TokenRecord(), builder.key
+        said, record, key = list(episode.initial_messages), TokenRecord(), builder.key
         for turn in range(self.pool.spec.max_turns):
-            seed = seed_of(f"{self.seed}/{key.stream}/{key.draw}/{key.sibling}/{turn}")
+            seed = seed_of(f"{self.seed}/{key.stream}/{key.prompt_index}/{key.sibling}/{turn}")
             try:
                 reply = await self.endpoint.chat(said, {**self.fields, "seed": seed})
             except ChatTooLong as e:

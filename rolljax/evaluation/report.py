@@ -43,7 +43,7 @@ class TaskScores:
 
     env: str
     id: str
-    draw: int
+    prompt_index: int
     answers: int
     """Attempts that did not fail."""
     failed: int
@@ -176,7 +176,7 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def score_task(
-    draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None, category: str = ""
+    prompt_index: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None, category: str = ""
 ) -> TaskScores:
     """Compute the scores of one task.
 
@@ -199,7 +199,7 @@ def score_task(
     tokens = sum(t.num_sampled_tok or t.metrics.get("endpoint_tok", 0.0) for t in alive)
     solved = tuple(None if t.lost else t.success for t in attempts)
     failed = len(attempts) - len(alive)
-    return TaskScores(task.env, task.id, draw, len(alive), failed, cut, float(tokens), values, category, solved)
+    return TaskScores(task.env, task.id, prompt_index, len(alive), failed, cut, float(tokens), values, category, solved)
 
 
 def report(

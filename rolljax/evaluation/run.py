@@ -165,11 +165,11 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
 
 def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[EvaluationJob]:
     """Yield every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
-    draw, jobs = version * sum(map(len, tasks)), []
+    prompt_index, jobs = version * sum(map(len, tasks)), []
     for benchmark, every in enumerate(tasks):
         for task in every:
-            jobs += [EvaluationJob(benchmark, task, Key(EVAL_STREAM, draw, i)) for i in range(attempts.num)]
-            draw += 1
+            jobs += [EvaluationJob(benchmark, task, Key(EVAL_STREAM, prompt_index, i)) for i in range(attempts.num)]
+            prompt_index += 1
     return jobs
 
 
@@ -177,7 +177,8 @@ def check_task(answer: Trajectory, job: EvaluationJob) -> None:
     """Raise `ConfigError` for a kept answer that belongs to another task than its number has now."""
     if answer.task.id != job.task.id:
         raise ConfigError(
-            f"has an answer to another task than number {job.key.draw} is now: were the environment's files changed?",
+            f"has an answer to another task than number {job.key.prompt_index} is now: were the environment's files "
+            "changed?",
             setting="--to",
             remedy="name another folder, or start over with --fresh",
         )
@@ -276,12 +277,12 @@ def _report(
 ) -> EvaluationReport:
     by_task: dict[tuple[int, int], list[Trajectory]] = {}
     for job in jobs:
-        by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
+        by_task.setdefault((job.benchmark, job.key.prompt_index), []).append(log.answers[job.key])
     every = [[log.answers[job.key] for job in jobs if job.benchmark == i] for i in range(len(benchmarks))]
     votes = [_vote(b.env, tried) for b, tried in zip(benchmarks, every, strict=True)]
     scores = [
-        score_task(draw, tried, attempts, votes[index], benchmarks[index].env.category(tried[0].task))
-        for (index, draw), tried in by_task.items()
+        score_task(prompt_index, tried, attempts, votes[index], benchmarks[index].env.category(tried[0].task))
+        for (index, prompt_index), tried in by_task.items()
     ]
     found = report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
     return dataclasses.replace(found, tables=_tables(benchmarks, attempts, jobs, log))

@@ -110,7 +110,7 @@ class NotebookConsole(RefreshedConsole):
         with self._changing():
             self._done, self._doing = int(row["phase_step"]), ""
             self._line = step_line(self._name, row, self._num_steps)
-            if "tput/sample_tok_s" in row:  # in a supervised phase the reward is that of the gold answers
+            if "tput/sample_tok_s" in row:  # in a supervised phase the reward is that of the reference answers
                 self._rewards.append((row["step"], row["reward/mean"]))
             if "heldout/reward_mean" in row:
                 self._heldout.append((row["step"], row["heldout/reward_mean"]))

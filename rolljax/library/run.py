@@ -187,7 +187,7 @@ class Trajectories(list["Trajectory"]):
 
     def sorted(self) -> Trajectories:
         """Return the trajectories sorted by group, and by reward within a group, the best first."""
-        return Trajectories(sorted(self, key=lambda t: (t.key.draw, -t.reward)))
+        return Trajectories(sorted(self, key=lambda t: (t.key.prompt_index, -t.reward)))
 
     def _repr_html_(self) -> str:
         rows = "".join(map(_table_row, self[:SHOWN]))

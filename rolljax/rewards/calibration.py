@@ -1,6 +1,6 @@
 """Measure how far a judge can be trusted, and what its marks are worth, on a labelled set.
 
-A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer to it, and the
+A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "label": 1}`: the task, an answer to it, and the
 worth that a person gave the answer, from 0 to 1.
 """
 
@@ -28,7 +28,7 @@ class Labelled:
     """Index of the task."""
     answer: str
     """Text of the answer."""
-    gold: float
+    label: float
     """Labelled worth of the answer, 0 to 1."""
 
 
@@ -45,10 +45,10 @@ class Agreement:
     kappa: float
     """Cohen's kappa of the agreement on whether the worth is at least 0.5 (0: as good as chance, NaN: undefined)."""
     mean_error: float
-    """Mean of |reward - gold|."""
+    """Mean of |reward - label|."""
     scores: tuple[float, ...]
     """Reward of every answer with a verdict."""
-    golds: tuple[float, ...]
+    labels: tuple[float, ...]
     """Labelled worth of every answer with a verdict."""
 
 
@@ -65,9 +65,9 @@ def read_labelled(path: str | Path) -> list[Labelled]:
         if line.strip():
             with boundary(DataError, f"{path}, line {number}"):
                 record = json.loads(line)
-                one = Labelled(int(record["index"]), str(record["answer"]), float(record["gold"]))
-            if not 0 <= one.gold <= 1:
-                raise DataError(f"{path}, line {number}: gold is {one.gold:g}, not from 0 to 1")
+                one = Labelled(int(record["index"]), str(record["answer"]), float(record["label"]))
+            if not 0 <= one.label <= 1:
+                raise DataError(f"{path}, line {number}: label is {one.label:g}, not from 0 to 1")
             found.append(one)
     if not found:
         raise DataError(f"{path} holds no labelled answers")
@@ -90,39 +90,39 @@ async def agreement(reward: RewardConfig, around: RewardContext, labelled: Seque
         scores = await asyncio.gather(*map(score, labelled))
     finally:
         await scorer.close()
-    both = [(s, one.gold) for s, one in zip(scores, labelled, strict=True) if s is not None]
-    said, golds = tuple(s for s, _ in both), tuple(g for _, g in both)
-    return agreed(said, golds, lost=len(labelled) - len(both))
+    both = [(s, one.label) for s, one in zip(scores, labelled, strict=True) if s is not None]
+    said, labels = tuple(s for s, _ in both), tuple(g for _, g in both)
+    return agreed(said, labels, lost=len(labelled) - len(both))
 
 
-def agreed(scores: Sequence[float], golds: Sequence[float], lost: int = 0) -> Agreement:
+def agreed(scores: Sequence[float], labels: Sequence[float], lost: int = 0) -> Agreement:
     """Return the agreement between scores and the worth of the answers."""
-    a, b = np.array(scores, np.float64), np.array(golds, np.float64)
+    a, b = np.array(scores, np.float64), np.array(labels, np.float64)
     if not len(a):
         return Agreement(0, lost, math.nan, math.nan, math.nan, (), ())
-    good, gold = a >= 0.5, b >= 0.5
+    good, reference = a >= 0.5, b >= 0.5
     accuracy, by_chance = (
-        float((good == gold).mean()),
-        float(good.mean() * gold.mean() + (~good).mean() * (~gold).mean()),
+        float((good == reference).mean()),
+        float(good.mean() * reference.mean() + (~good).mean() * (~reference).mean()),
     )
     kappa = (accuracy - by_chance) / (1 - by_chance) if by_chance < 1 else math.nan
-    return Agreement(len(a), lost, accuracy, kappa, float(abs(a - b).mean()), tuple(scores), tuple(golds))
+    return Agreement(len(a), lost, accuracy, kappa, float(abs(a - b).mean()), tuple(scores), tuple(labels))
 
 
-def isotonic(scores: Sequence[float], golds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+def isotonic(scores: Sequence[float], labels: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """Fit the rising curve that is closest to the worth of the answers by least squares (pool adjacent violators).
     Returns points for `Judge.calibration` and `compose.Shaping`.
 
     Args:
-      scores: of the judge, `[N]`. golds: what the same answers are worth, `[N]`.
+      scores: of the judge, `[N]`. labels: worth of the same answers, `[N]`.
 
     Raises:
       DataError: there are no scores.
     """
-    if not scores or len(scores) != len(golds):
-        raise DataError(f"{len(scores)} scores for {len(golds)} answers cannot be calibrated")
+    if not scores or len(scores) != len(labels):
+        raise DataError(f"{len(scores)} scores for {len(labels)} answers cannot be calibrated")
     xs = sorted(set(scores))
-    means = [[g for s, g in zip(scores, golds, strict=True) if s == x] for x in xs]
+    means = [[g for s, g in zip(scores, labels, strict=True) if s == x] for x in xs]
     blocks: list[tuple[float, int, int]] = []  # mean, answers, scores
     for group in means:
         mean, num, size = sum(group) / len(group), len(group), 1

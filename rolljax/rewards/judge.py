@@ -77,7 +77,7 @@ class Judge(Asked):
     model: ChatModelConfig
     """The judge model."""
     rubric: str
-    """The judge's prompt; `{question}`, `{answer}` and `{gold}` are replaced by the task, the last answer, and the
+    """The judge's prompt; `{question}`, `{answer}` and `{reference}` are replaced by the task, the last answer, and the
     task's reference answer."""
     dimensions: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"score": 1.0})
     """Weights of the marks by name."""
@@ -132,16 +132,16 @@ class Judge(Asked):
 
     def check(self, around: RewardContext) -> None:
         self.model.check()
-        if "{gold}" in self.rubric:
-            gold_of(around, around.env.task(0), "Judge.rubric")
+        if "{reference}" in self.rubric:
+            reference_of(around, around.env.task(0), "Judge.rubric")
 
     def open(self, around: RewardContext) -> JudgeScorer:
         return JudgeScorer(self, around)
 
-    def messages(self, task: Task, answer: str, gold: str, seed: int) -> tuple[Message, ...]:
+    def messages(self, task: Task, answer: str, reference: str, seed: int) -> tuple[Message, ...]:
         """Return the judge's prompt about an answer."""
         mark = mark_of(seed, task, answer)
-        said = {"{question}": task.content, "{answer}": quoted(mark, self.shown(answer)), "{gold}": gold}
+        said = {"{question}": task.content, "{answer}": quoted(mark, self.shown(answer)), "{reference}": reference}
         return (
             Message("system", GUARD.format(mark=mark)),
             Message("user", f"{filled(self.rubric, said)}\n\n{self._form}"),
@@ -221,10 +221,10 @@ class JudgeScorer:
 
     async def judge(self, task: Task, answer: str) -> Reward:
         """Return the reward of an answer."""
-        cfg, gold = self._cfg, ""
-        if "{gold}" in cfg.rubric:
-            gold = gold_of(self._around, task, "Judge.rubric")
-        messages = cfg.messages(task, answer, gold, self._around.seed)
+        cfg, reference = self._cfg, ""
+        if "{reference}" in cfg.rubric:
+            reference = reference_of(self._around, task, "Judge.rubric")
+        messages = cfg.messages(task, answer, reference, self._around.seed)
         asked = [ask(self._calls, self._model, cfg, messages, cfg.read, json.dumps, i) for i in range(cfg.num)]
         return cfg.worth(await all_of(asked))
 
@@ -276,7 +276,7 @@ class Comparison(Asked):
 
     def check(self, around: RewardContext) -> None:
         self.model.check()
-        gold_of(around, around.env.task(0), "Comparison.rubric", whole=True)
+        reference_of(around, around.env.task(0), "Comparison.rubric", whole=True)
 
     def open(self, around: RewardContext) -> ComparisonScorer:
         return ComparisonScorer(self, around)
@@ -303,7 +303,7 @@ class ComparisonScorer:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         """Return the reward of an episode that did not fail."""
-        other = gold_of(self._around, task, "Comparison.rubric", whole=True)
+        other = reference_of(self._around, task, "Comparison.rubric", whole=True)
         return await self.compare(task, trajectory.turns[-1].text, other)
 
     async def compare(self, task: Task, answer: str, other: str) -> Reward:
@@ -430,7 +430,7 @@ def mark_of(seed: int, task: Task, text: str) -> str:
     return f"material {digest(f'{seed} {task.id} {text}')[:12]}"
 
 
-def gold_of(around: RewardContext, task: Task, setting: str, *, whole: bool = False) -> str:
+def reference_of(around: RewardContext, task: Task, setting: str, *, whole: bool = False) -> str:
     """Return the task's reference answer. whole: with its solution steps.
 
     Raises:

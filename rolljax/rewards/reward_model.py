@@ -30,7 +30,7 @@ from rolljax.rewards.row_scores import RowScores, TrainedValue
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.types import EVAL_STREAM, Message, Task, Trajectory
 
-PROXY, GOLD = "reward_model", "environment"
+PROXY, REFERENCE = "reward_model", "environment"
 """Parts of the reward: the model's output before shift, scale and clip; the environment's reward."""
 
 
@@ -152,10 +152,10 @@ class ModelScorer:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         """Return the reward of an episode; see `rewards.base.Scorer`."""
-        stream, gold = trajectory.key.stream, {GOLD: trajectory.reward}
+        stream, reference = trajectory.key.stream, {REFERENCE: trajectory.reward}
         if stream == EVAL_STREAM and self._cfg.heldout == "environment" or stream <= self._since:
             by_turn = tuple(turn.reward for turn in trajectory.turns)
-            return Reward(trajectory.reward, gold, by_turn=by_turn)
+            return Reward(trajectory.reward, reference, by_turn=by_turn)
         if not trajectory.turns:
             raise EnvError("an episode without an answer", stage="reward")
         self._counts["calls"] += 1
@@ -164,7 +164,7 @@ class ModelScorer:
         value = (raw - self._shift) / self._scale
         if self._cfg.clip is not None:
             value = min(max(value, -self._cfg.clip), self._cfg.clip)
-        return Reward(value, {PROXY: raw, **gold})
+        return Reward(value, {PROXY: raw, **reference})
 
     async def _opened(self) -> RowScores:
         """Load the rows of the model once."""

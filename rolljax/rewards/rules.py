@@ -81,19 +81,19 @@ class Answer(Rule):
         verifier.warm()
 
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
-        gold = recorded(env, task, self.answer_key)
-        found = self._find(said.text, gold)
-        right = found is not None and is_same(gold, found) is True
+        reference = recorded(env, task, self.answer_key)
+        found = self._find(said.text, reference)
+        right = found is not None and is_same(reference, found) is True
         return Reward(float(right), {"no_answer": float(found is None)}, right)
 
-    def _find(self, text: str, gold: str) -> str | None:
+    def _find(self, text: str, reference: str) -> str | None:
         if self.pattern:
             found = list(linear_pattern(self.pattern, "Answer.pattern").finditer(text[-answers.MAX_CHARS :]))
             return found[-1].group(1) if found else None
         if self.field:
             value = json_field(text, self.field)
             return None if value is None else str(value)
-        return answers.find(text, self.where, number=answers.is_number(gold))
+        return answers.find(text, self.where, number=answers.is_number(reference))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,10 +272,10 @@ def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
     """
     if key:
         value = row(env, task, "Answer.answer_key").get(key)
-        gold = answers.split_recorded(str(value))[1] if value is not None else ""
+        reference = answers.split_recorded(str(value))[1] if value is not None else ""
     else:
-        gold = env.question(task.index).answer if isinstance(env, Questions) else ""
-    if not gold:
+        reference = env.question(task.index).answer if isinstance(env, Questions) else ""
+    if not reference:
         raise ConfigError(
             f"finds no recorded answer of task {task.index} of {env.name}",
             setting="Answer.answer_key",
@@ -283,7 +283,7 @@ def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
             remedy="an environment of envs.questions, and the column with its answers; compose.Gate and "
             "rewards.environment take what other environments say",
         )
-    return gold
+    return reference
 
 
 def json_object(text: str) -> dict[str, Any] | None:

@@ -210,5 +210,5 @@ class _RuleEnv(Env):
         parts = {str(name): value for name, value in found.parts.items()}
         return StepResult((), found.value, True, success=bool(found.success), reward_parts=parts, metrics=says)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         raise EnvError("a reward has no answers")

@@ -136,7 +136,7 @@ def _check_phase(phase: MixturePhase, names: Sequence[str]) -> None:
             "knows no domains: its long rounds train whatever was slow, so that shares could not be kept",
             setting="Phase.tail_batching",
             value=phase.tail_batching,
-            remedy="leave it out; async_ratio, or late = 'redraw' with spare_prompts, keep shares",
+            remedy="leave it out; async_ratio, or late = 'resample' with spare_prompts, keep shares",
         )
     if phase.mixture is None:
         return
@@ -144,8 +144,8 @@ def _check_phase(phase: MixturePhase, names: Sequence[str]) -> None:
     needs = phase.algorithm.needs()
     if phase.mixture.measure_every and (phase.samples or needs.divergence is None):
         raise ConfigError(
-            f"compares a student with its teacher on gold answers, and {type(phase.algorithm).__name__} has no such "
-            "teacher",
+            f"compares a student with its teacher on reference answers, and {type(phase.algorithm).__name__} has no "
+            "such teacher",
             setting="Phase.mixture",
             value=phase.mixture,
             remedy="use it with distill.Distill",

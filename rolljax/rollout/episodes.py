@@ -24,7 +24,7 @@ from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder, fault_of
 from rolljax.rollout.policies import Policy, expert
-from rolljax.rollout.starts import Start, digest
+from rolljax.rollout.start_states import Start, digest
 from rolljax.types import (
     EVAL_STREAM,
     Completion,
@@ -51,7 +51,7 @@ class Barrier:
     async def arrive(self, key: Key) -> None:
         """Wait for the others."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((key.draw, key.sibling), future))
+        self._waiting.append(((key.prompt_index, key.sibling), future))
         self._open()
         await future
 
@@ -180,7 +180,7 @@ class EpisodeRollouts(abc.ABC):
         task: Task,
         *,
         stream: int,
-        draw: int,
+        prompt_index: int,
         group_size: int,
         spare: int = 0,
         start: Start | None = None,
@@ -190,12 +190,12 @@ class EpisodeRollouts(abc.ABC):
 
         spare: start this many more; the first `group_size` to complete make the group, and the rest is cancelled.
         """
-        keys = [Key(stream, draw, sibling) for sibling in range(group_size + spare)]
+        keys = [Key(stream, prompt_index, sibling) for sibling in range(group_size + spare)]
         running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier)) for key in keys]
         try:
             if not spare:
-                return Group(task, draw, tuple(await asyncio.gather(*running)))
-            return await _first(running, group_size, Group(task, draw, ()))
+                return Group(task, prompt_index, tuple(await asyncio.gather(*running)))
+            return await _first(running, group_size, Group(task, prompt_index, ()))
         finally:
             for future in running:
                 future.cancel()
@@ -290,11 +290,11 @@ class Rollouts(EpisodeRollouts):
     """Time limits of the policy's programs, for environments that use them (`EnvSpec.run_limits`)."""
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
-        stream = TokenStream(self.chat.prompt_ids(episode.opening))
+        stream = TokenStream(self.chat.prompt_ids(episode.initial_messages))
         replay = start.chunks if start else ()
         if self.hash_observations:
-            builder.observation_hashes = [digest(episode.opening)]
-        if start and replay and start.opening != digest(episode.opening):
+            builder.observation_hashes = [digest(episode.initial_messages)]
+        if start and replay and start.initial_messages != digest(episode.initial_messages):
             raise EnvError("replay diverged: the opening differs from the expert's", stage="replay")
         max_turns = min(self.max_turns, self.pool.spec.turns_of(builder.task))
         for turn in range(max_turns):

@@ -1,8 +1,8 @@
 """Decide which groups may start, which a step trains, and which are cancelled: no threads, no clock.
 
-A group is named by its draw, the place of its task in the task stream. It starts at some policy version and may be
-trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its *start*, so
-that a long answer counts as old as its oldest token. One set of rules serves synchronous and asynchronous training,
+A group is named by its prompt index, the place of its task in the task stream. It starts at some policy version and may
+be trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its *start*,
+so that a long answer counts as old as its oldest token. One set of rules serves synchronous and asynchronous training,
 dynamic sampling, redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
 
 - *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups, and `spare_prompts` more, are in flight and ready
@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 from rolljax.errors import ConfigError, check_range
 from rolljax.rollout.shares import StepPlan
 
-Late = Literal["wait", "redraw", "drop"]
+Late = Literal["wait", "resample", "drop"]
 Dropped = Literal["no_signal", "failed", "late"]
 """Why a group was not trained: its algorithm learns nothing from it, every trajectory failed, or it would have exceeded
 the staleness bound."""
@@ -68,7 +68,7 @@ def favours(spare_siblings: int, late: Late) -> list[str]:
     if late == "drop":
         said.append(
             "late = 'drop' drops the slowest groups for good: prompts with short answers are trained on more often "
-            "than they are drawn ('redraw' brings them back)"
+            "than they are drawn ('resample' brings them back)"
         )
     return said
 
@@ -85,11 +85,11 @@ class Admission:
     """Maximum number of policy versions between the start of a group and its training; 0 is synchronous. With a
     fractional ratio, such as 1.5, that fraction of a step's groups (here half of them) may be one version older."""
     spare_prompts: int = 0
-    """Groups in flight in excess of the groups that a step needs; with `redraw`, prompts of later steps."""
+    """Groups in flight in excess of the groups that a step needs; with `resample`, prompts of later steps."""
     late: Late = "wait"
     """Treatment of a group that would exceed the bound `async_ratio`. wait: steps wait until the group is complete, so
-    no group exceeds it. redraw: the group starts again, with the newest policy and the same randomness, and steps then
-    wait for it. drop: the group is cancelled, and its prompt is not trained."""
+    no group exceeds it. resample: the group starts again, with the newest policy and the same randomness, and steps
+    then wait for it. drop: the group is cancelled, and its prompt is not trained."""
     max_replaced: int = 0
     """Groups without a signal that a step may replace; further ones are trained on as they are."""
     tail: TailBatching | None = None
@@ -105,7 +105,7 @@ class Admission:
                 "can have no effect: steps wait for every group",
                 setting="Phase.spare_prompts",
                 value=self.spare_prompts,
-                remedy="set Phase.late to 'drop' or 'redraw', or use tail_batching",
+                remedy="set Phase.late to 'drop' or 'resample', or use tail_batching",
             )
         if self.late != "wait" and not (self.async_ratio or self.spare_prompts):
             raise ConfigError(
@@ -141,7 +141,7 @@ class Admission:
 class GroupEntry:
     """A group in flight, or ready."""
 
-    draw: int
+    prompt_index: int
     version: int
     """Policy version at the start of the group."""
     kept: bool
@@ -205,12 +205,12 @@ class GroupBuffer:
         found = self._next(version)
         if found is None:
             return None
-        draw, kept, domain = found
-        self._again.pop(draw, None)
-        self.num_drawn = max(self.num_drawn, draw + 1)
+        prompt_index, kept, domain = found
+        self._again.pop(prompt_index, None)
+        self.num_drawn = max(self.num_drawn, prompt_index + 1)
         self.num_started += 1
-        self._entries[draw] = GroupEntry(draw, version, kept, domain=domain)
-        return self._entries[draw]
+        self._entries[prompt_index] = GroupEntry(prompt_index, version, kept, domain=domain)
+        return self._entries[prompt_index]
 
     def _next(self, version: int) -> tuple[int, bool, str] | None:
         """Return the draw of the next group, whether it is kept, and its domain."""
@@ -219,7 +219,7 @@ class GroupBuffer:
             if version <= self._taken_at and len(self) >= rules.allowed(0):
                 return None
             entry = self._restart.pop(0)
-            return entry.draw, entry.kept, entry.domain
+            return entry.prompt_index, entry.kept, entry.domain
         if rules.in_rounds and self._some_finished and self.num_ready < len(self):
             return None
         if rules.tail:
@@ -228,7 +228,7 @@ class GroupBuffer:
         if len(self) >= len(places) + len(spares):
             return None
         for domain in self._open([*places, *spares]):
-            again = next((draw for draw, of in self._again.items() if of == domain), None)
+            again = next((prompt_index for prompt_index, of in self._again.items() if of == domain), None)
             if again is not None and sum(e.kept and e.domain == domain for e in self) < places.count(domain):
                 return again, True, domain
             if rules.late == "drop" or self._has_new(domain, len(places) + len(spares)):
@@ -313,13 +313,13 @@ class GroupBuffer:
 
     # ---- while they run
 
-    def finished(self, draw: int, *, has_signal: bool = True, failed: bool = False) -> bool:
+    def finished(self, prompt_index: int, *, has_signal: bool = True, failed: bool = False) -> bool:
         """Mark a group as complete. Return True if it waits to be trained, False if it was dropped.
 
         Args:
           has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
         """
-        entry = self._entries[draw]
+        entry = self._entries[prompt_index]
         others = sum(e.domain == entry.domain for e in self)
         spare = not entry.kept and others > self.plan.places(self._step).count(entry.domain)
         if not has_signal and not failed and self._replaced < self.admission.max_replaced:
@@ -330,10 +330,10 @@ class GroupBuffer:
         else:
             entry.ready, entry.has_signal = True, has_signal
         self._some_finished = self.num_ready < len(self)
-        return draw in self._entries
+        return prompt_index in self._entries
 
     def _drop(self, entry: GroupEntry, why: Dropped) -> None:
-        del self._entries[entry.draw]
+        del self._entries[entry.prompt_index]
         self.dropped[why] += 1
 
     # ---- training
@@ -343,7 +343,7 @@ class GroupBuffer:
         rules, places = self.admission, self.plan.places(self._step)
         room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
         taken: list[GroupEntry] = []
-        for entry in sorted((e for e in self if e.ready), key=lambda e: (not e.kept, e.version, e.draw)):
+        for entry in sorted((e for e in self if e.ready), key=lambda e: (not e.kept, e.version, e.prompt_index)):
             is_oldest = entry.age(version) == rules.oldest
             if room[entry.domain] and not (is_oldest and not of_oldest[entry.domain]):
                 room[entry.domain] -= 1
@@ -352,20 +352,22 @@ class GroupBuffer:
         if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):
             return None
         for entry in taken:
-            assert entry.age(version) <= rules.oldest, f"group {entry.draw} is {entry.age(version)} versions old"
-            del self._entries[entry.draw]
+            assert entry.age(version) <= rules.oldest, (
+                f"group {entry.prompt_index} is {entry.age(version)} versions old"
+            )
+            del self._entries[entry.prompt_index]
             self.ages[entry.age(version)] += 1
         self.num_trained += len(taken)
         self.plan.forget(self._step)
         self._taken_at, self._replaced, self._some_finished = version, 0, False
         self._round_size = 0
         self._check()
-        return sorted(taken, key=lambda e: e.draw)
+        return sorted(taken, key=lambda e: e.prompt_index)
 
     def _in_time(self, taken: list[GroupEntry], version: int) -> bool:
         """Return whether all other kept groups can still be trained in time if `taken` are trained now."""
-        chosen = {e.draw for e in taken}
-        left = [e for e in self if e.kept and e.draw not in chosen]
+        chosen = {e.prompt_index for e in taken}
+        left = [e for e in self if e.kept and e.prompt_index not in chosen]
         for age in range(max((e.age(version) for e in left), default=-1) + 1):
             waiting = Counter(e.domain for e in left if e.age(version) >= age)
             if not waiting <= Counter(self.plan.first(self._step + 1, self.admission.allowed(age))):
@@ -376,22 +378,22 @@ class GroupBuffer:
         """Drop the groups that will be too old for the step at `version`.
 
         Returns:
-          The dropped groups; the caller cancels their episodes. With `redraw` and tail batching they start again.
+          The dropped groups; the caller cancels their episodes. With `resample` and tail batching they start again.
         """
         rules = self.admission
         room = Counter(self.plan.places(self._step)[: rules.num_oldest])
         late = [e for e in self if e.age(version) > rules.oldest]
         oldest = (e for e in self if e.age(version) == rules.oldest)
-        for entry in sorted(oldest, key=lambda e: (not e.kept, not e.ready, e.draw)):
+        for entry in sorted(oldest, key=lambda e: (not e.kept, not e.ready, e.prompt_index)):
             if room[entry.domain]:
                 room[entry.domain] -= 1
             else:
                 late.append(entry)
         for entry in late:
-            assert not entry.kept, f"group {entry.draw} is kept and cannot expire"
+            assert not entry.kept, f"group {entry.prompt_index} is kept and cannot expire"
             self._drop(entry, "late")
-            if rules.late == "redraw" or rules.tail:
-                self._again[entry.draw] = entry.domain
+            if rules.late == "resample" or rules.tail:
+                self._again[entry.prompt_index] = entry.domain
         self._some_finished = self._some_finished and self.num_ready < len(self)
         self._check()
         return late
@@ -422,19 +424,19 @@ class GroupBuffer:
         """Continue from `state`: ready groups stay ready; groups that were in flight start again, before all others.
 
         Args:
-          domains: of every draw that is in flight, ready, or starts again; None: no domains.
+          domains: of every prompt index that is in flight, ready, or starts again; None: no domains.
         """
         of = domains or {}
         self.num_trained, self.num_drawn = state["num_trained"], state["num_drawn"]
         self.dropped, self._taken_at = Counter(state["dropped"]), state["taken_at"]
-        self._again = {draw: of.get(draw, "") for draw in state["again"]}
+        self._again = {prompt_index: of.get(prompt_index, "") for prompt_index in state["again"]}
         if "round" in state:
             self._replaced, self._some_finished = state["replaced"], state["some_finished"]
-            self._round = [(draw, kept) for draw, kept in state["round"]["next"]]
+            self._round = [(prompt_index, kept) for prompt_index, kept in state["round"]["next"]]
             self._round_size, self._is_short = state["round"]["size"], state["round"]["is_short"]
-        entries = [GroupEntry(**e | {"domain": of.get(e["draw"], "")}) for e in state["entries"]]
+        entries = [GroupEntry(**e | {"domain": of.get(e["prompt_index"], "")}) for e in state["entries"]]
         if "plan" in state:
             self.plan.restore(state["plan"])
-        self._entries = {e.draw: e for e in entries if e.ready}
+        self._entries = {e.prompt_index: e for e in entries if e.ready}
         self._restart = [e for e in entries if not e.ready]
         self.num_started = state["num_started"] - len(self._restart)

@@ -23,7 +23,7 @@ Memory = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Perplexities:
-    """Of one domain's validation set: exp of the mean cross-entropy of its gold tokens."""
+    """Of one domain's validation set: exp of the mean cross-entropy of its reference tokens."""
 
     student: float
     teacher: float

@@ -18,7 +18,7 @@ from rolljax.types import EVAL_STREAM, Completion, Key, Sampled, SamplingParams
 EXPERT = -1
 """Policy version of tokens that no policy sampled."""
 EVALUATION_FIRST = -1
-"""Priority of requests of evaluations; those of training have their draw, which is 0 or more."""
+"""Priority of requests of evaluations; those of training have their prompt index, which is 0 or more."""
 
 
 class Policy(Protocol):
@@ -43,10 +43,10 @@ class SamplerPolicy:
     """Sampling parameters of the domains of a mixture that differ from `params`, by domain."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        address = (self.seed % 2**31, key.stream, key.draw, key.sibling, turn)
+        address = (self.seed % 2**31, key.stream, key.prompt_index, key.sibling, turn)
         if self.may_ask:
             await self.may_ask.wait()
-        priority = EVALUATION_FIRST if key.stream == EVAL_STREAM else key.draw
+        priority = EVALUATION_FIRST if key.stream == EVAL_STREAM else key.prompt_index
         params = self.domains.get(episode.domain, self.params)
         return await self.sampler.generate(prompt_ids, params, address, priority=priority)
 
@@ -59,10 +59,10 @@ class GoldPolicy:
     max_answer_tok: int
     """A longer answer is an error, and its trajectory lost."""
     pairs: bool = False
-    """Every second sibling gives the rejected answer instead of the gold one."""
+    """Every second sibling gives the rejected answer instead of the reference answer."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        text = await (episode.rejected() if self.pairs and key.sibling % 2 else episode.gold())
+        text = await (episode.rejected() if self.pairs and key.sibling % 2 else episode.reference_answer())
         return expert(self.chat.answer_ids(text), self.max_answer_tok)
 
 

@@ -57,7 +57,7 @@ class Alerts:
         """Of long rounds (`TailBatching`) and of all others, each by itself."""
 
     def step(self, groups: Sequence[Group]) -> list[str]:
-        """What is worth saying about the trajectories of a step; of gold answers only that they fail."""
+        """What is worth saying about the trajectories of a step; of reference answers only that they fail."""
         every = [t for g in groups for t in g.trajectories]
         texts = [self._failures(every)]
         if self._phase.algorithm.source == "sampler":

@@ -112,7 +112,7 @@ def bottleneck(row: Mapping[str, float]) -> str:
 
 def judged_by(row: Mapping[str, float]) -> tuple[str, str]:
     """A word and the metric that a step is judged by: the loss in a supervised phase, where the reward is that of the
-    gold answers."""
+    reference answers."""
     return ("reward", "reward/mean") if "tput/sample_tok_s" in row else ("loss", "loss/total")
 
 

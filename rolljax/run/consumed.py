@@ -20,20 +20,20 @@ class ConsumedStep:
     """Name of the phase."""
     version: int
     """Version of the policy that was trained."""
-    draws: list[int]
+    prompt_indices: list[int]
     """Draws of the groups that the step trained, in order."""
     start_versions: list[int]
     """Policy version at the start of each trained group."""
     dropped: dict[str, list[int]]
     """Draws that were dropped since the line before, by reason (`group_buffer.Dropped`)."""
     waiting: dict[str, int]
-    """Index of the task of each group that is in flight, ready, or starts again, by draw."""
+    """Index of the task of each group that is in flight, ready, or starts again, by prompt index."""
     stream_position: str
     """Position of the task stream."""
     cancelled: dict[str, int]
-    """Number of cancelled spare episodes of each group, by draw."""
+    """Number of cancelled spare episodes of each group, by prompt index."""
     demonstrations: dict[str, Any]
-    """Demonstration of an expert for the task (`Group.demonstration`), by draw, as JSON."""
+    """Demonstration of an expert for the task (`Group.demonstration`), by prompt index, as JSON."""
     mixture: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the shares of a mixture's domains (`MixtureShares.state`, `StepPlan.state`); else empty."""
     phase_end: str = ""
@@ -58,21 +58,21 @@ class DrawAccount:
         self._waiting = line.waiting
         self._plan = {"plan": line.mixture["plan"]} if line.mixture else {}
         self._late += line.dropped["late"]
-        self.num_trained += len(line.draws)
-        self.dropped.update({why: len(draws) for why, draws in line.dropped.items()})
-        named = [*line.draws, *(d for why in DROPPED for d in line.dropped[why]), *map(int, line.waiting)]
+        self.num_trained += len(line.prompt_indices)
+        self.dropped.update({why: len(prompt_indices) for why, prompt_indices in line.dropped.items()})
+        named = [*line.prompt_indices, *(d for why in DROPPED for d in line.dropped[why]), *map(int, line.waiting)]
         self.num_drawn = max([self.num_drawn, *(d + 1 for d in named)])
 
     @property
     def again(self) -> list[int]:
         """Cancelled draws that wait to start again, in the order in which they were cancelled."""
-        return [draw for draw in self._late if str(draw) in self._waiting]
+        return [prompt_index for prompt_index in self._late if str(prompt_index) in self._waiting]
 
     @property
     def in_flight(self) -> list[int]:
         """Draws that were started, and neither trained nor dropped."""
         again = set(self.again)
-        return [draw for draw in map(int, self._waiting) if draw not in again]
+        return [prompt_index for prompt_index in map(int, self._waiting) if prompt_index not in again]
 
     @property
     def num_started(self) -> int:
@@ -85,7 +85,10 @@ class DrawAccount:
         Args:
           version: of the policy that was trained last.
         """
-        entries = [GroupEntry(draw, version, kept=self._phase.late == "wait") for draw in sorted(self.in_flight)]
+        entries = [
+            GroupEntry(prompt_index, version, kept=self._phase.late == "wait")
+            for prompt_index in sorted(self.in_flight)
+        ]
         buffer = self._plan | {
             "num_started": self.num_started,
             "num_trained": self.num_trained,

@@ -45,7 +45,7 @@ def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any
     borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r.get("phase") != after.get("phase")]
     for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name in names:
-            # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
+            # in a supervised phase the reward is that of the reference answers: not a result, so not drawn
             points = [
                 (r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "tput/sample_tok_s" in r)
             ]

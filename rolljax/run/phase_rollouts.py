@@ -18,13 +18,13 @@ from rolljax.rollout.domains import group_filters, open_shares
 from rolljax.rollout.episodes import Barrier
 from rolljax.rollout.group_buffer import DROPPED, Dropped, GroupBuffer, GroupEntry
 from rolljax.rollout.shares import StepPlan
-from rolljax.rollout.starts import fallback
+from rolljax.rollout.start_states import fallback
 from rolljax.run.alerts import unfilled_step
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
 from rolljax.run.step_metrics import StepGroups
-from rolljax.run.validation import gold_groups
+from rolljax.run.validation import reference_groups
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
@@ -104,7 +104,7 @@ class PhaseRollouts:
         if self._shares is None or not (tasks := self._shares.asks(step)):
             return
         if not self._validation:
-            played = gold_groups(self._recipe, self._rollouts, tasks)
+            played = reference_groups(self._recipe, self._rollouts, tasks)
             self._validation = await self._clock.within(
                 played, "the validation tasks of the mixture", self._recipe.wait_s
             )
@@ -121,14 +121,14 @@ class PhaseRollouts:
         phase, spares = self._phase, [self._phase.spares(kept=e.kept) for e in entries]
         barrier = Barrier(sum(phase.group_size + s for s in spares), self._hold) if self._together else None
         for entry, spare in zip(entries, spares, strict=True):
-            if entry.draw not in self._tasks:
-                self._tasks[entry.draw] = self._stream.of(entry.domain)
-            self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, barrier))
-            self._running[entry.draw].add_done_callback(self._ended)
+            if entry.prompt_index not in self._tasks:
+                self._tasks[entry.prompt_index] = self._stream.of(entry.domain)
+            self._running[entry.prompt_index] = asyncio.ensure_future(self._run(entry, spare, barrier))
+            self._running[entry.prompt_index].add_done_callback(self._ended)
 
     async def _run(self, entry: GroupEntry, spare: int, barrier: Barrier | None) -> None:
         """Play one group, and give it to the buffer."""
-        self._finished(await self._group(self._tasks[entry.draw], entry.draw, spare, barrier))
+        self._finished(await self._group(self._tasks[entry.prompt_index], entry.prompt_index, spare, barrier))
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         """Wake up `take`, which raises what went wrong."""
@@ -136,20 +136,20 @@ class PhaseRollouts:
             self._error = running.exception()
         self._changed.set()
 
-    async def _group(self, task: Task, draw: int, spare: int, barrier: Barrier | None) -> Group:
-        phase, key = self._phase, Key(self._index, draw, 0)
+    async def _group(self, task: Task, prompt_index: int, spare: int, barrier: Barrier | None) -> Group:
+        phase, key = self._phase, Key(self._index, prompt_index, 0)
         try:
-            start = await self._starts.choose(task, draw) if self._starts else None
+            start = await self._starts.choose(task, prompt_index) if self._starts else None
         except RolljaxError as e:  # the expert's episode failed, and with it the group
             if barrier:
                 barrier.leave(phase.group_size + spare)
             keys = [dataclasses.replace(key, sibling=s) for s in range(phase.group_size)]
             lost = tuple(Trajectory(k, task, (), 0.0, {}, False, "failed", fault_of(e)) for k in keys)
-            return Group(task, draw, lost)
+            return Group(task, prompt_index, lost)
         group = await self._rollouts.group(
             task,
             stream=self._index,
-            draw=draw,
+            prompt_index=prompt_index,
             group_size=phase.group_size,
             spare=spare,
             start=start,
@@ -160,15 +160,15 @@ class PhaseRollouts:
         return dataclasses.replace(group, demonstration=fallback(start, group.trajectories))
 
     def _finished(self, group: Group) -> None:
-        del self._running[group.draw]
+        del self._running[group.prompt_index]
         failed, kept = all(t.status == "failed" for t in group.trajectories), self._filters.group(group)
-        if self._buffer.finished(group.draw, has_signal=self._has_signal(group, kept), failed=failed):
-            self._done[group.draw], self._kept[group.draw] = group, kept
-            self._ready_s[group.draw] = asyncio.get_running_loop().time()
+        if self._buffer.finished(group.prompt_index, has_signal=self._has_signal(group, kept), failed=failed):
+            self._done[group.prompt_index], self._kept[group.prompt_index] = group, kept
+            self._ready_s[group.prompt_index] = asyncio.get_running_loop().time()
         else:
-            del self._tasks[group.draw]
+            del self._tasks[group.prompt_index]
             self._dropped.append(group)
-            self._unlogged["failed" if failed else "no_signal"].append(group.draw)
+            self._unlogged["failed" if failed else "no_signal"].append(group.prompt_index)
         self.start(self._version)  # which is further by now, maybe, than where this one began
 
     def _has_signal(self, group: Group, kept: list[Trajectory]) -> bool:
@@ -194,9 +194,9 @@ class PhaseRollouts:
             self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
         )
         now = asyncio.get_running_loop().time()
-        waits_s = [now - self._ready_s.pop(e.draw) for e in taken]
-        groups = [self._done.pop(e.draw) for e in taken]
-        kept = self._filters.step(groups, [self._kept.pop(e.draw) for e in taken])
+        waits_s = [now - self._ready_s.pop(e.prompt_index) for e in taken]
+        groups = [self._done.pop(e.prompt_index) for e in taken]
+        kept = self._filters.step(groups, [self._kept.pop(e.prompt_index) for e in taken])
         dropped, self._dropped = self._dropped, []
         self._check_signal(taken, len(groups) + len(dropped), bool(kept))
         return StepGroups(groups, [e.age(version) for e in taken], dropped, waits_s, kept=kept)
@@ -207,7 +207,7 @@ class PhaseRollouts:
                 raise self._error
             if (taken := self._buffer.take(version)) is not None:
                 for entry in taken:
-                    del self._tasks[entry.draw]
+                    del self._tasks[entry.prompt_index]
                 for entry in self._buffer.expire(version + 1):
                     self._let_go(entry)
                 return taken
@@ -215,15 +215,15 @@ class PhaseRollouts:
             await self._changed.wait()
 
     def _let_go(self, entry: GroupEntry) -> None:
-        if entry.draw in self._running:
-            self._running.pop(entry.draw).cancel()
-        self._done.pop(entry.draw, None)
-        self._kept.pop(entry.draw, None)
-        self._ready_s.pop(entry.draw, None)
-        self._unlogged["late"].append(entry.draw)
+        if entry.prompt_index in self._running:
+            self._running.pop(entry.prompt_index).cancel()
+        self._done.pop(entry.prompt_index, None)
+        self._kept.pop(entry.prompt_index, None)
+        self._ready_s.pop(entry.prompt_index, None)
+        self._unlogged["late"].append(entry.prompt_index)
         if self._phase.begins_again:
             return  # its task is needed again
-        del self._tasks[entry.draw]
+        del self._tasks[entry.prompt_index]
 
     def _check_signal(self, taken: Sequence[GroupEntry], drawn: int, is_trained: bool) -> None:
         phase, found = self._phase, sum(e.has_signal for e in taken)
@@ -272,7 +272,7 @@ class PhaseRollouts:
             self._shares.learn(step.all)
         if self._starts:
             self._starts.learn(step.all, progress.step)
-            progress.starts = self._starts.state()
+            progress.start_states = self._starts.state()
             report.add_row(self._starts.row(step.all))
         dropped, self._unlogged = self._unlogged, {why: [] for why in DROPPED}
         self.note(is_saved=(progress.total_steps + 1) % self._recipe.save_every == 0)
@@ -284,14 +284,14 @@ class PhaseRollouts:
             step=progress.total_steps + 1,
             phase=self._phase.name,
             version=progress.version,
-            draws=[g.draw for g in step.trained],
+            prompt_indices=[g.prompt_index for g in step.trained],
             start_versions=[progress.version - age for age in step.start_ages],
             dropped=dict(dropped.items()),
             waiting=progress.groups["tasks"],
             stream_position=progress.stream_position,
-            cancelled={str(g.draw): g.cancelled for g in every if g.cancelled},
+            cancelled={str(g.prompt_index): g.cancelled for g in every if g.cancelled},
             mixture={"shares": progress.mixture, "plan": progress.groups["buffer"]["plan"]} if self._shares else {},
-            demonstrations={str(g.draw): g.demonstration.to_json() for g in every if g.demonstration},
+            demonstrations={str(g.prompt_index): g.demonstration.to_json() for g in every if g.demonstration},
         )
 
     def note(self, *, is_saved: bool) -> None:
@@ -301,10 +301,10 @@ class PhaseRollouts:
           is_saved: store ready groups as well; otherwise they start again.
         """
         state = self._buffer.state()
-        waiting = {draw: g for draw, g in self._done.items() if is_saved and not _has_experts(g)}
+        waiting = {prompt_index: g for prompt_index, g in self._done.items() if is_saved and not _has_experts(g)}
         for entry in state["entries"]:
-            entry["ready"] = entry["draw"] in waiting
-        tasks = {str(draw): task.index for draw, task in self._tasks.items()}
+            entry["ready"] = entry["prompt_index"] in waiting
+        tasks = {str(prompt_index): task.index for prompt_index, task in self._tasks.items()}
         if self._run_limits:
             self._progress.run_times = self._run_limits.state()
         if self._shares:
@@ -318,12 +318,14 @@ class PhaseRollouts:
         self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())
 
     def _restore(self, progress: RunProgress) -> None:
-        self._tasks = {int(draw): self._recipe.env.task(i) for draw, i in progress.groups["tasks"].items()}
-        domains = {draw: task.env for draw, task in self._tasks.items()} if self._shares else None
+        self._tasks = {
+            int(prompt_index): self._recipe.env.task(i) for prompt_index, i in progress.groups["tasks"].items()
+        }
+        domains = {prompt_index: task.env for prompt_index, task in self._tasks.items()} if self._shares else None
         self._buffer.restore(progress.groups["buffer"], domains)
         groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
-        self._done = {g.draw: g for g in groups}
-        self._kept = {g.draw: self._filters.group(g) for g in groups}
+        self._done = {g.prompt_index: g for g in groups}
+        self._kept = {g.prompt_index: self._filters.group(g) for g in groups}
         self._before = Counter(progress.groups["counted"])
         self._unlogged = {why: list(progress.groups["unlogged"][why]) for why in DROPPED}
 

@@ -11,7 +11,7 @@ from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.episodes import EpisodeCounts, Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
-from rolljax.rollout.starts import StartCurriculum
+from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress
 from rolljax.sampler.client import Sampler
@@ -79,7 +79,9 @@ class EpisodePlayer:
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
         r = self._recipe
         limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
-        scoring = self._scoring if isinstance(policy, SamplerPolicy) else None  # gold answers are imitated as they are
+        scoring = (
+            self._scoring if isinstance(policy, SamplerPolicy) else None
+        )  # reference answers are imitated as they are
         if self.agents and isinstance(policy, SamplerPolicy):
             from rolljax.rollout.agents.host import AgentRollouts
 
@@ -104,14 +106,14 @@ class EpisodePlayer:
 
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
         """Where a phase's episodes start, as far as that was learned already."""
-        if phase.starts is None:
+        if phase.start_states is None:
             return None
-        starts = StartCurriculum(
-            phase.starts, self.pool, self._preflight.chat, self._recipe.seed, self._recipe.env.max_turns
+        start_states = StartCurriculum(
+            phase.start_states, self.pool, self._preflight.chat, self._recipe.seed, self._recipe.env.max_turns
         )
-        if progress.starts:
-            starts.restore(progress.starts)
-        return starts
+        if progress.start_states:
+            start_states.restore(progress.start_states)
+        return start_states
 
     async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.
@@ -122,7 +124,7 @@ class EpisodePlayer:
         rollouts, tasks = self.rollouts(self.policy(self._recipe.evaluation.temperature)), self._preflight.heldout
         groups = asyncio.gather(
             *(
-                rollouts.group(task, stream=EVAL_STREAM, draw=step * len(tasks) + i, group_size=1)
+                rollouts.group(task, stream=EVAL_STREAM, prompt_index=step * len(tasks) + i, group_size=1)
                 for i, task in enumerate(tasks)
             )
         )

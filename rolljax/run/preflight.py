@@ -346,11 +346,11 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
     firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
     replies: list[tuple[Message, ...]] = []
-    learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
+    learns_reference = any(p.algorithm.source != "sampler" for p in recipe.phases)
     played = set(map(id, tasks[1 : 1 + reference_answers.PLAYED]))
     references: list[ReferenceAnswer] = []
 
-    async def opening(task: Task) -> tuple[Message, ...] | EnvError:
+    async def opened(task: Task) -> tuple[Message, ...] | EnvError:
         try:
             episode = await pool.open(task)
         except EnvError as e:
@@ -358,20 +358,20 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
         if task is firsts[task.env]:
             if pairs:
                 await check_pairs(episode, task.env)
-            replies.extend(await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring))
-        elif learns_gold:
+            replies.extend(await check_rewards(pool, episode, task, required=learns_reference, scoring=scoring))
+        elif learns_reference:
             turns = recipe.env.turns_of(task)
             if reference := await reference_answers.read(episode, task, turns, play=id(task) in played):
                 references.append(reference)
         await episode.close()
-        return episode.opening
+        return episode.initial_messages
 
     try:
         around = RewardContext(recipe.env, recipe.seed)
         scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
         found: list[tuple[Message, ...] | EnvError] = []
         for first in range(0, len(tasks), PROBED_AT_ONCE):
-            found += await asyncio.gather(*map(opening, tasks[first : first + PROBED_AT_ONCE]))
+            found += await asyncio.gather(*map(opened, tasks[first : first + PROBED_AT_ONCE]))
     finally:
         pool.close()
         if scoring:
@@ -384,11 +384,12 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
 
 
 async def check_rewards(
-    pool: Pool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None
+    pool: Pool, first: Episode, task: Task, *, required: bool, scoring: Scoring | None = None
 ) -> list[tuple[Message, ...]]:
-    """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
+    """Give the reference answer in `first`, an open episode of `task`, and an empty one in another.
 
-    gold: a phase learns from gold answers, so that there must be one. scoring: a reward to try on both.
+    required: whether a phase learns from reference answers, so that there must be one. scoring: a reward to try on
+      both.
 
     Returns:
       The messages of those steps that do not end their episodes.
@@ -397,12 +398,14 @@ async def check_rewards(
       EnvError: the environment fails, or its reward is not a finite number.
     """
     empty, replies = await pool.open(task), list[tuple[Message, ...]]()
-    for episode, kind in ((first, "the gold answer"), (empty, "an empty answer")):
+    for episode, kind in ((first, "the reference answer"), (empty, "an empty answer")):
         try:
-            text = await episode.gold() if episode is first else ""
+            text = await episode.reference_answer() if episode is first else ""
         except EnvError as e:
-            if gold:
-                raise EnvError(f"{task.env}, task {task.index}: no gold answer: {e}", stage="gold") from e
+            if required:
+                raise EnvError(
+                    f"{task.env}, task {task.index}: no reference answer: {e}", stage="reference_answer"
+                ) from e
             continue
         try:
             result = await episode.step(text)

@@ -31,9 +31,9 @@ class RunProgress:
     phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each finished phase ended."""
-    carry: dict[str, float] = dataclasses.field(default_factory=dict)
+    algorithm_state: dict[str, float] = dataclasses.field(default_factory=dict)
     """Numbers that the phase's algorithm carries from step to step."""
-    starts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    start_states: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the expert starts of the phase (`StartCurriculum.state`)."""
     run_times: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of the longest correct program, by task (`RunLimits.state`)."""
@@ -75,5 +75,5 @@ class RunProgress:
 
     def begin_next_phase(self) -> None:
         """The next phase begins."""
-        self.phase, self.step, self.carry, self.starts = self.phase + 1, 0, {}, {}
+        self.phase, self.step, self.algorithm_state, self.start_states = self.phase + 1, 0, {}, {}
         self.groups, self.waiting, self.mixture = {}, "", {}

@@ -12,12 +12,12 @@ from rolljax.recipe import Phase
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.policies import Policy
-from rolljax.rollout.starts import StartCurriculum
+from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepGroups, StepReport
 from rolljax.sampler.prompt_queue import SamplerStats
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import Group, Task, Trajectory
 
@@ -37,7 +37,9 @@ class LoopTrainer(Protocol):
     """The methods of the trainer that the loop calls; see `run.trainer.Trainer`."""
 
     def open_phase(self, progress: RunProgress) -> None: ...
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep: ...
+    def step(
+        self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int
+    ) -> TrainedStep: ...
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]: ...
 
 

@@ -37,7 +37,7 @@ async def read(episode: Episode, task: Task, max_turns: int, *, play: bool) -> R
       play: give the answers to the environment as well, up to the episode's end.
     """
     try:
-        texts = [await episode.gold()]
+        texts = [await episode.reference_answer()]
         if not play:
             return ReferenceAnswer(task, tuple(texts))
         total = 0.0
@@ -46,7 +46,7 @@ async def read(episode: Episode, task: Task, max_turns: int, *, play: bool) -> R
             total += result.reward
             if result.terminated or result.truncated or len(texts) == max_turns:
                 return ReferenceAnswer(task, tuple(texts), total, result.success)
-            texts.append(await episode.gold())
+            texts.append(await episode.reference_answer())
     except EnvError:  # a lost episode, as in the run itself
         return None
 

@@ -172,13 +172,19 @@ def step_groups(line: ConsumedStep, trajectories: Sequence[Trajectory]) -> StepG
     """The groups of a step, as its log says, from all trajectories of its file."""
     members: dict[int, list[Trajectory]] = {}
     for t in trajectories:
-        members.setdefault(t.key.draw, []).append(t)
-    shown = {draw: Trajectory.from_json(record) for draw, record in line.demonstrations.items()}
+        members.setdefault(t.key.prompt_index, []).append(t)
+    shown = {prompt_index: Trajectory.from_json(record) for prompt_index, record in line.demonstrations.items()}
     groups = {
-        draw: Group(own[0].task, draw, tuple(own), line.cancelled.get(str(draw), 0), shown.get(str(draw)))
-        for draw, own in members.items()
+        prompt_index: Group(
+            own[0].task,
+            prompt_index,
+            tuple(own),
+            line.cancelled.get(str(prompt_index), 0),
+            shown.get(str(prompt_index)),
+        )
+        for prompt_index, own in members.items()
     }
-    trained = [groups.pop(draw) for draw in line.draws]
+    trained = [groups.pop(prompt_index) for prompt_index in line.prompt_indices]
     return StepGroups(trained, [line.version - v for v in line.start_versions], [*groups.values()], [], line)
 
 
@@ -240,7 +246,7 @@ class ReplayedRollouts:
         report.add_histogram("stale/start_", np.bincount(step.start_ages or [0]))
         if self._starts:
             self._starts.learn(step.all, progress.step)
-            progress.starts = self._starts.state()
+            progress.start_states = self._starts.state()
             report.add_row(self._starts.row(step.all))
         progress.stream_position, progress.waiting = line.stream_position, ""
         progress.mixture = line.mixture.get("shares", {})

@@ -38,13 +38,13 @@ def trains_one(phase: Phase) -> bool:
     return isinstance(phase.algorithm, RewardModel)
 
 
-def keep(folder: RunFolder, phase: Phase, params: Params, carry: Mapping[str, float]) -> None:
+def keep(folder: RunFolder, phase: Phase, params: Params, algorithm_state: Mapping[str, float]) -> None:
     """Save the reward model of a phase that has ended in the run folder; all processes that hold it call this.
 
     Args:
       params: of all critics, stacked. carry: what the phase's algorithm carried on at its end.
     """
-    mean, std = score_spread(carry)
+    mean, std = score_spread(algorithm_state)
     text = json.dumps({"mean": mean, "std": std}) + "\n"
     checkpoint.write(folder.reward_model(phase.name).absolute(), params, {SCORES: text})
 

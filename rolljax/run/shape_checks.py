@@ -87,18 +87,18 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
     with _blamed(phase, "the optimizer's state cannot be made"):
         trainer.states.abstract()
     kept: list[list[Sample]] = []
-    carry: Any = {}
+    algorithm_state: Any = {}
     for alike in (False, True):  # a second step, whose rewards are all the same
         groups = made_up(resolved, phase, rng, alike=alike)
         samples = [[Sample.of(t) for t in group] for group in groups]
         episodes = answered(Episodes.of(groups, limit_tok=trainer.limit_tok), algorithm.needs(), rng)
         with _blamed(phase, "credit fails on made-up episodes"):
             algorithm.has_signal(episodes)
-            result = algorithm.credit(episodes, carry)
+            result = algorithm.credit(episodes, algorithm_state)
             _check_credit(result, episodes)
             kept = kept or apply_credit(algorithm.needs(), samples, episodes, result)
-            lost = not kept and not could_teach(algorithm, episodes, carry)
-            carry = result.carry
+            lost = not kept and not could_teach(algorithm, episodes, algorithm_state)
+            algorithm_state = result.algorithm_state
         if lost:
             raise ConfigError(
                 f"{type(algorithm).__name__} keeps nothing to train on, whatever the rewards of its trajectories are: "

@@ -20,7 +20,7 @@ from rolljax.run.initial_weights import base_weights, plain_params, start_params
 from rolljax.run.layout import RESULT
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.progress import RunProgress
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import PhaseTrainer, TrainedStep
 from rolljax.trainer.state import TrainState, fingerprint
 from rolljax.trainer.update import ReferencePolicies
@@ -46,7 +46,7 @@ class Trainer:
         self._resolved, self._folder, self._tokenizer = resolved, folder, tokenizer
         self._phase_trainer: PhaseTrainer | None = None
         self._state: TrainState | None = None
-        self._phase, self._carry = 0, dict[str, float]()
+        self._phase, self._algorithm_state = 0, dict[str, float]()
 
     @functools.cached_property
     def _base(self) -> Base | None:
@@ -66,7 +66,7 @@ class Trainer:
     def open_phase(self, progress: RunProgress) -> None:
         """Start phase `progress.phase` with the current weights, which in the first phase are the initial weights."""
         self._keep_reward_model()
-        base, self._phase, self._carry = self._base, progress.phase, {}
+        base, self._phase, self._algorithm_state = self._base, progress.phase, {}
         params = start_params(self._resolved) if self._state is None else self._state.params
         critics = None if self._state is None else self._state.critics
         references = reference_policies.load(self._resolved, progress.phase, self._folder, params, base, begins=True)
@@ -76,7 +76,7 @@ class Trainer:
     def restore(self, saved: Saved) -> None:
         """Continue from a checkpoint."""
         progress, base = saved.progress, self._base
-        self._phase, self._carry = progress.phase, dict(progress.carry)
+        self._phase, self._algorithm_state = progress.phase, dict(progress.algorithm_state)
         trainer = make_trainer(self._resolved, progress.phase, {}, base)
         self._state = self._folder.checkpoints.state(saved.name, trainer.states.abstract(), trainer.states.shardings)
         if not progress.finished:  # else it is only looked at
@@ -86,7 +86,7 @@ class Trainer:
             trainer = dataclasses.replace(trainer, references=references)
         self._phase_trainer = trainer
 
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
+    def step(self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int) -> TrainedStep:
         """Compute credit and make all updates of step `step` of the phase.
 
         Args:
@@ -96,12 +96,12 @@ class Trainer:
           NotFinite: a loss or gradient was not finite.
           TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
         """
-        self._state, trained = self.phase_trainer.step(self.state, groups, carry, step)
-        self._carry = dict(trained.carry)
+        self._state, trained = self.phase_trainer.step(self.state, groups, algorithm_state, step)
+        self._algorithm_state = dict(trained.algorithm_state)
         return trained
 
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
-        """Return the perplexities of the policy and of the phase's teacher on gold answers, by domain."""
+        """Return the perplexities of the policy and of the phase's teacher on reference answers, by domain."""
         trainer, found = self.phase_trainer, {}
         for name, of_domain in groups.items():
             nats = trainer.cross_entropies(self.state, [list(group.trajectories) for group in of_domain])
@@ -120,7 +120,7 @@ class Trainer:
         """If the phase that has ended trained one."""
         phase = self._resolved.recipe.phases[self._phase]
         if self._state is not None and self._state.critics is not None and reward_models.trains_one(phase):
-            reward_models.keep(self._folder, phase, self._state.critics.params, self._carry)
+            reward_models.keep(self._folder, phase, self._state.critics.params, self._algorithm_state)
 
     def result(self) -> str:
         """Write the policy as a Hugging Face folder; return the fingerprint of the whole state, in hexadecimal."""

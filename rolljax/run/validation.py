@@ -1,4 +1,4 @@
-"""Fixed validation tasks of a mixture's domains, with their gold answers: what perplexities are taken of."""
+"""Fixed validation tasks of a mixture's domains, with their reference answers: what perplexities are taken of."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rolljax.rollout.episodes import Rollouts
 from rolljax.types import EVAL_STREAM, Group
 
 
-async def gold_groups(recipe: Recipe, rollouts: Rollouts, tasks: int) -> dict[str, list[Group]]:
+async def reference_groups(recipe: Recipe, rollouts: Rollouts, tasks: int) -> dict[str, list[Group]]:
     """By domain the first `tasks` held-out tasks, or all there are, as the environment's own player answers them.
 
     Args:
-      rollouts: of a phase that learns from gold answers.
+      rollouts: of a phase that learns from reference answers.
 
     Raises:
-      DataError: a domain has no held-out task, or none of them has a gold answer.
+      DataError: a domain has no held-out task, or none of them has a reference answer.
     """
     mixture = recipe.env
     assert isinstance(mixture, Mixture), "there are no domains"
@@ -27,10 +27,10 @@ async def gold_groups(recipe: Recipe, rollouts: Rollouts, tasks: int) -> dict[st
     for name, spec in mixture.specs.items():
         chosen = [mixture.outer(name, task) for task in first_tasks(spec, tasks, recipe.evaluation.held_out_frac)]
         groups = await asyncio.gather(
-            *(rollouts.group(t, stream=EVAL_STREAM, draw=i, group_size=1) for i, t in enumerate(chosen))
+            *(rollouts.group(t, stream=EVAL_STREAM, prompt_index=i, group_size=1) for i, t in enumerate(chosen))
         )
         found[name] = [group for group in groups if group.trajectories[0].status == "ok"]
         if not found[name]:
             fault = groups[-1].trajectories[0].fault
-            raise DataError(f"domain {name}: none of {len(groups)} validation tasks has a gold answer: {fault}")
+            raise DataError(f"domain {name}: none of {len(groups)} validation tasks has a reference answer: {fault}")
     return found

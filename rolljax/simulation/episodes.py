@@ -18,7 +18,7 @@ from rolljax.envs.pool.checks import Verb
 from rolljax.errors import EnvError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.episodes import Barrier, Rollouts
-from rolljax.rollout.starts import Start
+from rolljax.rollout.start_states import Start
 from rolljax.simulation.replica import SimulatedAnswer
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Distribution, Timings
@@ -200,18 +200,18 @@ class SimulatedPolicy:
     steps_per_dispatch: int
     seed: int
     order: dict[tuple[int, int], int]
-    """Order in which groups started, by stream and draw; groups that started first are served first."""
+    """Order in which groups started, by stream and prompt index; groups that started first are served first."""
     before: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The replica of each episode's last answer, and the context it has there."""
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # one policy lives as long as its simulation
-    def _lengths(self, stream: int, draw: int) -> Distribution:
+    def _lengths(self, stream: int, prompt_index: int) -> Distribution:
         """Of the answers of a group."""
-        return self.timings.answer_tok.of_group(rng(self.seed, GROUP, stream, draw))
+        return self.timings.answer_tok.of_group(rng(self.seed, GROUP, stream, prompt_index))
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        group = (key.stream, key.draw)
-        own = rng(self.seed, ANSWER, key.stream, key.draw, key.sibling, turn)
+        group = (key.stream, key.prompt_index)
+        own = rng(self.seed, ANSWER, key.stream, key.prompt_index, key.sibling, turn)
         drawn = round(self._lengths(*group).draw(own))
         prompt_tok, (home, known_tok) = len(prompt_ids), self.before.get(key, (-1, 0))
         limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
@@ -241,7 +241,7 @@ class GroupSpan:
     """A group from its start to its end; end_s is infinite if it was cancelled."""
 
     stream: int
-    draw: int
+    prompt_index: int
     version: int
     """Policy version at the start of the group."""
     start_s: float
@@ -261,19 +261,25 @@ class ObservedRollouts(Rollouts):
         task: Task,
         *,
         stream: int,
-        draw: int,
+        prompt_index: int,
         group_size: int,
         spare: int = 0,
         start: Start | None = None,
         barrier: Barrier | None = None,
     ) -> Group:
         clock = asyncio.get_running_loop().time
-        self.order[stream, draw] = len(self.spans)
+        self.order[stream, prompt_index] = len(self.spans)
         place = len(self.spans)
-        span = GroupSpan(stream, draw, self.sampler.version, clock(), float("inf"))
+        span = GroupSpan(stream, prompt_index, self.sampler.version, clock(), float("inf"))
         self.spans.append(span)
         group = await super().group(
-            task, stream=stream, draw=draw, group_size=group_size, spare=spare, start=start, barrier=barrier
+            task,
+            stream=stream,
+            prompt_index=prompt_index,
+            group_size=group_size,
+            spare=spare,
+            start=start,
+            barrier=barrier,
         )
         self.spans[place] = dataclasses.replace(span, end_s=clock())
         return group

@@ -110,7 +110,7 @@ def _trajectory(line: Fields) -> Row:
     """Return what is read of a trajectory. group: its key. prompts, answers: tokens of each turn. fault: its kind."""
     key, turns, status = line.inside("key"), line.all_inside("turns"), line.text("status")
     return {
-        "group": (key.whole("stream"), key.whole("draw")),
+        "group": (key.whole("stream"), key.whole("prompt_index")),
         "status": status,
         "prompts": [len(turn.items("prompt_ids")) for turn in turns],
         "answers": [len(turn.items("tokens")) for turn in turns],

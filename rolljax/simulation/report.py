@@ -69,9 +69,9 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
         return float(np.mean([r.get(name, 0.0) for r in steady]))
 
     waits = [
-        recorder.trained[g.stream, g.draw] - g.end_s
+        recorder.trained[g.stream, g.prompt_index] - g.end_s
         for g in runtime.player.groups
-        if (g.stream, g.draw) in recorder.trained and g.start_s >= start_s and math.isfinite(g.end_s)
+        if (g.stream, g.prompt_index) in recorder.trained and g.start_s >= start_s and math.isfinite(g.end_s)
     ]
     busy = overlap(((a.started_s, a.ended_s) for a in runtime.sampler.ended), start_s, end_s)
     trainer = overlap(((s.start_s, s.end_s) for s in runtime.clock.spans if s.name == "update"), start_s, end_s)

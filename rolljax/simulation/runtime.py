@@ -23,7 +23,7 @@ from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEn
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Timings
 from rolljax.threads.watchdog import Watchdog
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import EVAL_STREAM, Group, Task, Trajectory
 
@@ -121,7 +121,8 @@ class SimulatedPlayer:
         rollouts = self.rollouts(self.actor(self._recipe.phases[0]))
         tasks = [Task("held out", 10**9 + i, str(i)) for i in range(number)]
         groups = (
-            rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks)
+            rollouts.group(t, stream=EVAL_STREAM, prompt_index=step * number + i, group_size=1)
+            for i, t in enumerate(tasks)
         )
         return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
 
@@ -167,7 +168,7 @@ class SimulatedTrainer:
     def __init__(self, runtime: SimulatedRuntime) -> None:
         self._runtime, self._timings = runtime, runtime.timings
 
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
+    def step(self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int) -> TrainedStep:
         tokens, t = sum(packed_tok(g) for g in groups), self._timings.trainer
         seconds = t.step_s + t.token_s * tokens
         self._runtime.clock.spend("update", seconds)
@@ -211,7 +212,7 @@ class SimulatedRecorder:
         self.ages: Counter[int] = Counter()
         """Tokens that were trained at each age, in versions."""
         self.trained: dict[tuple[int, int], float] = {}
-        """When each group, by stream and draw, was trained."""
+        """When each group, by stream and prompt index, was trained."""
 
     @contextlib.contextmanager
     def keeping_crashes(self) -> Iterator[None]:
@@ -225,7 +226,7 @@ class SimulatedRecorder:
         self._runtime.clock.spend("save", save_s)
         now = asyncio.get_running_loop().time() + save_s
         for group in groups:
-            self.trained[self.progress.phase, group.draw] = now
+            self.trained[self.progress.phase, group.prompt_index] = now
             self.ages.update(dict(enumerate(token_ages(group.trajectories, version).tolist())))
         report.add("time/step_s", report.total_s() + save_s)
         report.add("time/save_s", save_s)

@@ -2,7 +2,8 @@
 
     trajectories -> samples, Episodes -> log-probs, values -> credit -> pack -> update critics -> update policy
 
-`PhaseTrainer` holds the phase's programs and nothing that changes: state and carry go in and come out.
+`PhaseTrainer` holds the phase's programs and nothing that changes: training state and algorithm state go in and come
+out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rolljax.metrics import NAMES, MetricsReport
 from rolljax.model.decoder import Model
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
-from rolljax.trainer.algorithms.base import Algorithm, Carry
+from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState
 from rolljax.trainer.apply_credit import apply_credit, credit_metrics, token_columns
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
@@ -53,7 +54,7 @@ class TrainedStep:
     """The result of a training step, next to the new state: what the algorithm carries on, metrics, the number of
     groups that were trained, and columns of each trajectory (`apply_credit.token_columns`)."""
 
-    carry: Carry
+    algorithm_state: AlgorithmState
     row: MetricsRow
     num_trained: int
     columns: Mapping[Key, Mapping[str, TokenColumn]] = dataclasses.field(default_factory=dict)
@@ -90,7 +91,7 @@ class PhaseTrainer:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(
-        self, state: TrainState, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int
+        self, state: TrainState, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int
     ) -> tuple[TrainState, TrainedStep]:
         """Compute credit and make all updates of a step; return the new state and the step's result.
 
@@ -103,7 +104,7 @@ class PhaseTrainer:
         """
         if not groups:  # not one trajectory survived
             add_updates(report := MetricsReport(), [], [])
-            return state, TrainedStep(carry, report.row(), 0)
+            return state, TrainedStep(algorithm_state, report.row(), 0)
         clock = Stopwatch()
         with clock:
             samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
@@ -111,19 +112,19 @@ class PhaseTrainer:
             episodes = Episodes.of(groups, limit_tok=self.limit_tok, step=step)
         episodes = self.compute_credit_inputs(state, batches, episodes)
         with clock:
-            credit = self.algorithm.credit(episodes, carry)
+            credit = self.algorithm.credit(episodes, algorithm_state)
             kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
-            self._check_signal(kept, episodes, carry)
+            self._check_signal(kept, episodes, algorithm_state)
             if step == 0:
                 state, kept = self._center_critics(state, kept)
-            micro_batches = self.pack_micro_batches(kept, self._kl_coef(carry))
+            micro_batches = self.pack_micro_batches(kept, self._kl_coef(algorithm_state))
         state, critic_rows = self.update_critics(state, micro_batches, step)
         if self.critic and self.critic.first:  # advantages come from critics that have learned from this step
             episodes = dataclasses.replace(episodes, values=self.compute_values(state, batches, episodes))
             with clock:
-                credit = _with_stats_before(credit, self.algorithm.credit(episodes, carry))
+                credit = _with_stats_before(credit, self.algorithm.credit(episodes, algorithm_state))
                 kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
-                micro_batches = self.pack_micro_batches(kept, self._kl_coef(carry))
+                micro_batches = self.pack_micro_batches(kept, self._kl_coef(algorithm_state))
         state, policy_rows = self.update_policy(state, micro_batches, step)
         report = MetricsReport()
         add_updates(report, micro_batches, critic_rows + policy_rows)
@@ -131,11 +132,11 @@ class PhaseTrainer:
         report.add("time/pack_s", clock.seconds)
         keys = [t.key for group in groups for t in group]
         columns = dict(zip(keys, token_columns(episodes, credit), strict=True))
-        return state, TrainedStep(dict(credit.carry), report.row(), len(kept), columns)
+        return state, TrainedStep(dict(credit.algorithm_state), report.row(), len(kept), columns)
 
     def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
-        """Mean cross-entropy of the gold tokens of some trajectories, in nats at temperature 1: of the policy, and of
-        the teacher that `algorithm.needs().divergence` names."""
+        """Mean cross-entropy of the reference tokens of some trajectories, in nats at temperature 1: of the policy, and
+        of the teacher that `algorithm.needs().divergence` names."""
         term = self.algorithm.needs().divergence
         assert term is not None, "the algorithm has no teacher"
         own = self.model.full_params(state.params, self.base)
@@ -231,11 +232,11 @@ class PhaseTrainer:
             unsplit_groups=self.algorithm.unsplit_groups,
         )
 
-    def _kl_coef(self, carry: Carry) -> float:
-        return carry.get("kl_coef", self.algorithm.kl_coef)
+    def _kl_coef(self, algorithm_state: AlgorithmState) -> float:
+        return algorithm_state.get("kl_coef", self.algorithm.kl_coef)
 
-    def _check_signal(self, kept: Samples, episodes: Episodes, carry: Carry) -> None:
-        if not kept and not could_teach(self.algorithm, episodes, carry):
+    def _check_signal(self, kept: Samples, episodes: Episodes, algorithm_state: AlgorithmState) -> None:
+        if not kept and not could_teach(self.algorithm, episodes, algorithm_state):
             raise TrainerError(
                 f"step {episodes.step + 1} of the phase: {type(self.algorithm).__name__} leaves out all {episodes.num} "
                 "trajectories, and would whatever their rewards: look at its filters, at the weights of recorded turns "

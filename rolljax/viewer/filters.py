@@ -28,7 +28,7 @@ NUMBERS = {
     "len": "sampled_tok",
     "prompt": "prompt_tok",
     "turns": "turns",
-    "draw": "draw",
+    "prompt_index": "prompt_index",
     "sibling": "sibling",
 }
 """Fields that are compared as numbers, and where a summary has them."""

@@ -176,7 +176,7 @@ def _outline(data: bytes, start: int, end: int) -> Json:
     if status not in STATUSES:
         raise of.wrong("status", f"one of {', '.join(STATUSES)}")
     return {
-        "key": {name: key.whole(name) for name in ("stream", "draw", "sibling")},
+        "key": {name: key.whole(name) for name in ("stream", "prompt_index", "sibling")},
         "task": _task(of),
         "reference": of.text("reference", None),
         "turns": [_outline_turn(t) for t in of.all_inside("turns")],
@@ -234,21 +234,21 @@ def summary(record: Record) -> Json:
 def groups(summaries: Sequence[Json]) -> list[Json]:
     """Return the groups of a step's trajectories, those whose rewards differ most first.
 
-    Each has its draw, task and environment, the mean and the standard deviation of the rewards of the trajectories that
-    did not fail, and its trajectories by sibling.
+    Each has its prompt index, task and environment, the mean and the standard deviation of the rewards of the
+    trajectories that did not fail, and its trajectories by sibling.
     """
     members: dict[tuple[int, int], list[Json]] = {}
     for s in summaries:
-        members.setdefault((s["stream"], s["draw"]), []).append(s)
+        members.setdefault((s["stream"], s["prompt_index"]), []).append(s)
     found = [_group(key, sorted(of, key=lambda s: s["sibling"])) for key, of in members.items()]
-    return sorted(found, key=lambda g: (-g["spread"], g["stream"], g["draw"]))
+    return sorted(found, key=lambda g: (-g["spread"], g["stream"], g["prompt_index"]))
 
 
 def _group(key: tuple[int, int], members: Sequence[Json]) -> Json:
     rewards = [s["reward"] for s in members if s["status"] != "failed" and math.isfinite(s["reward"])]
     return {
         "stream": key[0],
-        "draw": key[1],
+        "prompt_index": key[1],
         "task": members[0]["task"],
         "env": members[0]["env"],
         "reference": members[0]["reference"],

@@ -42,7 +42,7 @@ def make(cls, **settings):
 
 
 def group_size(cls):
-    return {"gold": 1, "pairs": 2, "sampler": 4}[cls.source]
+    return {"reference": 1, "pairs": 2, "sampler": 4}[cls.source]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_an_algorithm_is_a_value(cls):
     """Frozen, hashable, equal by value: it is a static part of jitted programs."""
     algorithm = cls()
     assert algorithm == cls() and hash(algorithm) == hash(cls())
-    assert algorithm.source in ("gold", "sampler", "pairs")
+    assert algorithm.source in ("reference", "sampler", "pairs")
     for field in dataclasses.fields(cls):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(algorithm, field.name, getattr(algorithm, field.name))
@@ -119,7 +119,7 @@ def test_docstrings_describe_the_algorithm_and_its_source(cls):
     doc = cls.__doc__ or ""
     assert not doc.startswith(f"{cls.__name__}("), "the docstring is the one that dataclass writes"
     assert len(doc.split()) >= 8
-    assert cls.source == "gold" or "arXiv" in doc or "doi" in doc
+    assert cls.source == "reference" or "arXiv" in doc or "doi" in doc
 
 
 @each
@@ -130,11 +130,11 @@ def test_credit_is_finite_and_writes_to_nothing(cls):
     groups = groups_of(rng, group_size=group_size(cls), rewards=[r[: group_size(cls)] for r in flat])
     e = episodes_of(rng, groups, algorithm.needs())
     before = {f.name: np.array(getattr(e, f.name), copy=True) for f in dataclasses.fields(e)}
-    carry = {}
+    algorithm_state = {}
     for _ in range(2):
-        credit = algorithm.credit(e, carry)
-        carry = credit.carry
-        assert all(isinstance(v, float) for v in carry.values())
+        credit = algorithm.credit(e, algorithm_state)
+        algorithm_state = credit.algorithm_state
+        assert all(isinstance(v, float) for v in algorithm_state.values())
         for name in ("advantages", "weights", "returns", "critic_weights", "entropy_weights"):
             array = getattr(credit, name)
             assert array is None or np.isfinite(np.where(e.mask, array, 0)).all(), name
@@ -406,7 +406,7 @@ def test_mismatch_is_measured_at_four_levels():
 @each
 def test_checks_accept_an_ordinary_setup(cls):
     """Nothing is refused with several updates per step, several turns and a fitting group size."""
-    size = {"gold": 1, "pairs": 2, "sampler": 8}[cls.source]
+    size = {"reference": 1, "pairs": 2, "sampler": 8}[cls.source]
     make(cls).check(Setup(group_size=size, updates=2, max_turns=4))
 
 

@@ -135,8 +135,8 @@ def test_every_environment_stands_in_a_table():
 
 
 @each
-def test_gold_answers_succeed(spec):
-    checks.gold_solves(spec, NUM_TASKS, reward=1.0)
+def test_reference_answers_succeed(spec):
+    checks.reference_solves(spec, NUM_TASKS, reward=1.0)
 
 
 @each

@@ -68,13 +68,13 @@ def limit():
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def texts(rng, number, gold):
+def texts(rng, number, reference):
     """Hostile ones first, then mutations of the answer and noise."""
     yield from HOSTILE
     alphabet = "0123456789+-*/()[]{},.: '\"\\\n_abcxyzCTFE^%&|<>=é☃"
     for _ in range(number):
-        if rng.random() < 0.5 and gold:
-            chars = list(gold)
+        if rng.random() < 0.5 and reference:
+            chars = list(reference)
             for _ in range(rng.randint(1, 4)):
                 chars[rng.randrange(len(chars))] = rng.choice(alphabet)
             yield "".join(chars)
@@ -90,22 +90,22 @@ def check(family, number):
     tasks = [spec.task(i) for i in range(1 if family in SLOW else 3)]
     made = time.perf_counter()
     assert [spec.task(t.index) for t in tasks[:1]] == tasks[:1]
-    gold = None
+    reference = None
     for task in tasks:
         env = spec.make()
         env.reset(task)
         try:
-            gold = env.gold()
+            reference = env.reference_answer()
         except EnvError:
             if family not in NO_REFERENCE:
                 wrong.append("no reference answer")
             break
         with limit():
-            result = env.step(gold)
+            result = env.step(reference)
         if not result.success or result.reward != 1:
             wrong.append(f"reference of task {task.index} scores {result.reward_parts}")
     rng, solved = random.Random(family), 0
-    for text in texts(rng, number, gold):
+    for text in texts(rng, number, reference):
         env = spec.make()
         env.reset(tasks[0]) if family not in SLOW else setattr(env, "_entry", entry_of(spec, tasks[0]))
         before = time.perf_counter()

@@ -17,7 +17,7 @@ ROOT = Path(rolljax.__file__).parents[1]
 NUM_TEXTS = 200 if os.environ.get("ROLLJAX_FULL") else 20
 
 NOT_GOLD = {"complex_arithmetic", "coin_flip", "knights_knaves", "number_format", "rush_hour"}
-"""Families whose scorers take, or took, other answers than gold."""
+"""Families whose scorers take, or took, other answers than the reference answer."""
 SLOW = {
     *("futoshiki", "knight_swap", "puzzle24", "quantum_lock", "rubiks_cube", "sokoban", "sudoku", "zebra_puzzles"),
     *("intermediate_integration", "simple_integration", "polynomial_multiplication"),

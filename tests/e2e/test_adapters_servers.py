@@ -77,13 +77,13 @@ def play(spec, index, acts):
     return seen
 
 
-def gold(index):
+def reference(index):
     """A winning walk, by the environment itself."""
     spec = make_spec(LAKE)
     env, acts = spec.make(), []
     env.reset(spec.task(index))
     while True:
-        acts.append(env.gold())
+        acts.append(env.reference_answer())
         if env.step(acts[-1]).terminated:
             return acts
 
@@ -92,7 +92,7 @@ def gold(index):
 def test_an_episode_over_the_network_is_the_episode_at_home(kind, openenv_url, gem_url):
     home = make_spec(LAKE)
     away = OpenEnv(openenv_url) if kind == "openenv" else Rock(gem_url, env_id=LAKE)
-    for index, acts in ((3, gold(3)), (4, ["left"] * 20), (5, ["\x00", "\ud800", "x" * 100_000, "down"])):
+    for index, acts in ((3, reference(3)), (4, ["left"] * 20), (5, ["\x00", "\ud800", "x" * 100_000, "down"])):
         (here, *results), (there, *far) = play(home, index, acts), play(away, index, acts)
         assert there[-1].content == here[-1].content
         assert [(r.reward, r.terminated, r.truncated, r.success) for r in far] == [
@@ -115,10 +115,10 @@ def test_the_wire_format_of_openenv(openenv_url):
             s.send(message if isinstance(message, str) else json.dumps(message))
             return json.loads(s.recv(timeout=30))
 
-        opening = ask({"type": "reset", "data": {"seed": 3, "episode_id": "mine"}})
+        initial_messages = ask({"type": "reset", "data": {"seed": 3, "episode_id": "mine"}})
         grid = make_spec(LAKE).make().reset(make_spec(LAKE).task(3))[0].content
         about = {"env": LAKE, "index": 3}
-        assert opening == {
+        assert initial_messages == {
             "type": "observation",
             "data": {
                 "observation": {
@@ -132,7 +132,7 @@ def test_the_wire_format_of_openenv(openenv_url):
             },
         }
         assert ask({"type": "state"}) == {"type": "state", "data": {"episode_id": "mine", "step_count": 0}}
-        *early, last = [ask({"type": "step", "data": {"message": act}})["data"] for act in gold(3)]
+        *early, last = [ask({"type": "step", "data": {"message": act}})["data"] for act in reference(3)]
         assert not any(d["done"] for d in early) and last["done"] and last["reward"] == 1
         assert last["metadata"]["success"] is True and last["metadata"]["truncated"] is False
         for bad, code in [
@@ -229,13 +229,13 @@ def test_the_endpoints_of_rock(gem_url):
     assert status == 200 and list(made) == ["sandbox_id"]
     spec = make_spec(TAXI)
     box = made["sandbox_id"]
-    status, opening = post(gem_url, gem + "reset", {"sandbox_id": box, "seed": 5})
+    status, initial_messages = post(gem_url, gem + "reset", {"sandbox_id": box, "seed": 5})
     env = spec.make()
     (message,) = env.reset(spec.task(5))
-    assert status == 200 and opening["observation"] == message.content
-    assert opening["info"]["messages"] == [{"role": "user", "content": message.content}]
+    assert status == 200 and initial_messages["observation"] == message.content
+    assert initial_messages["info"]["messages"] == [{"role": "user", "content": message.content}]
     while True:
-        act = env.gold()
+        act = env.reference_answer()
         status, answer = post(gem_url, gem + "step", {"sandbox_id": box, "action": act})
         assert status == 200 and set(answer) == {"observation", "reward", "terminated", "truncated", "info"}
         if env.step(act).terminated:
@@ -379,13 +379,13 @@ uvicorn.run(create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4), port=i
 @pytest.mark.skipif(not OPENENV_PYTHON, reason="ROLLJAX_OPENENV_PYTHON names no interpreter with openenv 0.10")
 def test_openenvs_own_client_plays_on_our_server(openenv_url):
     done = subprocess.run(
-        [OPENENV_PYTHON, "-c", CLIENT, openenv_url, TOKEN, json.dumps(gold(3))], capture_output=True, text=True
+        [OPENENV_PYTHON, "-c", CLIENT, openenv_url, TOKEN, json.dumps(reference(3))], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    opening, results, about, state = json.loads(done.stdout.splitlines()[-1])
-    assert opening == make_spec(LAKE).task(3).content.replace("S", "P")
+    initial_messages, results, about, state = json.loads(done.stdout.splitlines()[-1])
+    assert initial_messages == make_spec(LAKE).task(3).content.replace("S", "P")
     assert results[-1] == [1.0, True] and not any(over for _, over in results[:-1])
-    assert about["success"] is True and state["step_count"] == len(gold(3))
+    assert about["success"] is True and state["step_count"] == len(reference(3))
 
 
 @pytest.mark.skipif(not OPENENV_PYTHON, reason="ROLLJAX_OPENENV_PYTHON names no interpreter with openenv 0.10")

@@ -199,7 +199,7 @@ class Mode(PureEnv):
         more = (Message("user", "and then?"),) if action == "go on" else ()
         return StepResult(more, float(right), not more, success=right, reward_parts=parts, metrics={"judged_n": 1})
 
-    def gold(self):
+    def reference_answer(self):
         return "right"
 
 
@@ -245,7 +245,7 @@ def play(sampler, chat, tmp_path):
             rollouts = AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
             try:
                 work = [
-                    rollouts.group(Task("modes", i, mode), stream=0, draw=i, group_size=siblings)
+                    rollouts.group(Task("modes", i, mode), stream=0, prompt_index=i, group_size=siblings)
                     for i, mode in enumerate(modes)
                 ]
                 groups = await asyncio.gather(*work) if then is None else await then(work)
@@ -263,7 +263,7 @@ def play(sampler, chat, tmp_path):
 def same_as_sampled(sampler, trajectory):
     """Check that every call of the trajectory holds the sampler's tokens, and its prompt is the stream before it."""
     key = trajectory.key
-    address = (5, key.stream, key.draw, key.sibling)
+    address = (5, key.stream, key.prompt_index, key.sibling)
     asked = [(prompt, p.completion.result()) for a, (prompt, _, p) in sampler.asked.items() if a[:-1] == address]
     answered = [(prompt, completion) for prompt, completion in asked if completion.finish_reason != "abort"]
     stream = np.zeros(0, np.int32)
@@ -439,7 +439,7 @@ def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
             for i, turn in enumerate(trajectory["turns"]):
                 assert not turn["restart"]
                 stream += turn["prompt_ids"]
-                calls[key["stream"], key["draw"], key["sibling"], i] = [*stream], turn
+                calls[key["stream"], key["prompt_index"], key["sibling"], i] = [*stream], turn
                 stream += turn["tokens"]
     assert calls.keys() == {a[1:] for a in asked if a[1] == 1}, "every call is stored, and nothing else"
     assert len(calls) > 3 * 4 * 4, "the tool was used"

@@ -58,10 +58,10 @@ def test_episodes_start_after_the_experts_turns(tmp_path, mode):
             expert = t["turns"][: len(t["turns"]) - len(own)]
             assert t["status"] != "failed" and "".join(turn["text"] for turn in expert) == keys[: len(expert)]
             replayed.add(len(expert))
-        assert row["starts/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
+        assert row["start_states/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
     assert replayed == ({3} if mode == "rollback" else {0, 1, 2, 3})
     if mode == "rollback":  # the last key is never found by chance, and it is imitated
-        assert sum(row["starts/fallback_n"] for row in written) > 0
+        assert sum(row["start_states/fallback_n"] for row in written) > 0
 
 
 @pytest.mark.slow
@@ -78,12 +78,12 @@ def test_where_episodes_start_survives_a_stop(tmp_path):
         return loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))
 
     full, progress = run(RunFolder(tmp_path / "whole"), Console())
-    assert progress.starts["rates"] and progress.starts["longest"] == 4
+    assert progress.start_states["rates"] and progress.start_states["longest"] == 4
     half = RunFolder(tmp_path / "half")
     with pytest.raises(Stopped):
         run(half, StopAt(3))
     again, later = run(half, Console())
-    assert later.starts == progress.starts and fingerprint(again.state) == fingerprint(full.state)
+    assert later.start_states == progress.start_states and fingerprint(again.state) == fingerprint(full.state)
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
         "KeyDoorChain.length": 8,
         "SamplerConfig.max_context": 48,
         "Recipe.max_answer_tok": 2,
-        "ipa/Phase.starts": None,
+        "ipa/Phase.start_states": None,
         "ipa/Phase.spare_prompts": 2,
-        "ipa/Phase.late": "redraw",
+        "ipa/Phase.late": "resample",
         "ipa/Phase.spare_siblings": 1,
         "ipa/Phase.steps": 2,
         "ipa/Phase.row_len": 64,
@@ -112,7 +112,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
         assert kept == 4 and row["groups/waiting_n"] == 0
         if row["groups/trained_n"]:
             assert row["mismatch/abs_max_nat"] < 1e-4
-    draws = [{t["key"]["draw"] for t in trajectories(tmp_path / "run", step)} for step in (1, 2)]
+    draws = [{t["key"]["prompt_index"] for t in trajectories(tmp_path / "run", step)} for step in (1, 2)]
     assert draws[0] | draws[1] == set(range(8))
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
     assert np.isfinite([row["loss/total"] for row in rows(tmp_path / "run")]).all()
@@ -125,9 +125,9 @@ def test_a_resumed_run_takes_back_cancelled_groups(tmp_path, how):
     from rolljax import cli
 
     settings = {k: v for k, v in IPA.items() if not k.startswith("ExpertStarts")}
-    settings |= {"ipa/Phase.starts": None, "ipa/Phase.steps": 3}
+    settings |= {"ipa/Phase.start_states": None, "ipa/Phase.steps": 3}
     if how == "spares":
-        settings |= {"ipa/Phase.spare_prompts": 2, "ipa/Phase.late": "redraw"}
+        settings |= {"ipa/Phase.spare_prompts": 2, "ipa/Phase.late": "resample"}
     argv = arguments("agent_ipa", "", settings)
     if how == "tail batching":
         argv += ["--set", "ipa/Phase.tail_batching = @rolljax.rollout.group_buffer.TailBatching()"]
@@ -140,7 +140,11 @@ def test_a_resumed_run_takes_back_cancelled_groups(tmp_path, how):
     assert len(saved["buffer"]["again"]) == (2 if how == "spares" else 1) and not saved["buffer"]["entries"]
     _, progress = loop.train(plan, folder, Console())
     assert progress.groups["buffer"]["again"] == []
-    found = [(t["key"]["draw"], t["task"]["index"]) for step in (1, 2, 3) for t in trajectories(tmp_path / "run", step)]
+    found = [
+        (t["key"]["prompt_index"], t["task"]["index"])
+        for step in (1, 2, 3)
+        for t in trajectories(tmp_path / "run", step)
+    ]
     assert {draw for draw, _ in found} == set(range(12)) and len(set(found)) == 12
     late = {(draw, saved["tasks"][str(draw)]) for draw in saved["buffer"]["again"]}
     assert late < set(found)

@@ -54,7 +54,7 @@ def humaneval(tmp_path_factory):
 def answer(spec, index, text):
     env = spec.make()
     env.reset(spec.task(index))
-    result = env.step(env.gold() if text is None else text)
+    result = env.step(env.reference_answer() if text is None else text)
     with pytest.raises(EnvError, match="after the episode's end"):
         env.step("")
     return result

@@ -83,7 +83,7 @@ def local(folder):
 
 
 def texts(to):
-    return {(t.key.draw, t.key.sibling): [turn.text for turn in t.turns] for t in answers.read_answers(to)}
+    return {(t.key.prompt_index, t.key.sibling): [turn.text for turn in t.turns] for t in answers.read_answers(to)}
 
 
 # ---- here -----------------------------------------------------------------------------------------------------------

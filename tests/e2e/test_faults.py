@@ -235,12 +235,12 @@ def test_errors_of_rolljax_keep_their_class(make_pool, cls):
     assert type(own) is EnvError and own.stage == "board" and type(infra) is InfraError and infra.stage == "step"
 
 
-def test_a_gold_action_that_hangs_ends_its_worker(make_pool):
+def test_a_reference_action_that_hangs_ends_its_worker(make_pool):
     pool = make_pool(("gold_hangs",))
 
     async def go():
         episode = await pool.open(pool.spec.task(0))
-        assert await episode.gold() == "1"
+        assert await episode.reference_answer() == "1"
         await episode.close()
 
     asyncio.run(go())
@@ -329,7 +329,7 @@ def test_the_process_that_starts_workers_may_die(make_pool, monkeypatch):
         os.kill(pool._backend._link._fork_server.pid, signal.SIGKILL)
         with pytest.raises(InfraError, match="the process that starts workers ended"):
             for _ in range(1000):
-                await episode.gold()
+                await episode.reference_answer()
                 await asyncio.sleep(0.01)
         await episode.close()
         assert await play_again(pool, pool.spec.task(1)) == 3.0
@@ -345,7 +345,7 @@ def test_calls_fail_when_the_dispatcher_has_failed(make_pool, monkeypatch):
         episode = await pool.open(pool.spec.task(0))
         monkeypatch.setattr(pool._backend, "_place", lambda: 1 / 0)
         with pytest.raises(InfraError, match="dispatcher failed: ZeroDivisionError"):
-            await episode.gold()
+            await episode.reference_answer()
         with pytest.raises(InfraError, match="dispatcher failed: ZeroDivisionError"):
             await pool.open(pool.spec.task(1))
         await episode.close()

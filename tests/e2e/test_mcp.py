@@ -333,7 +333,7 @@ def test_the_calculator_task_over_mcp(via):
     def play(spec, index):
         env = spec.make()
         said = [env.reset(spec.task(index))]
-        said += [env.step(env.gold()), env.step(env.gold())]
+        said += [env.step(env.reference_answer()), env.step(env.reference_answer())]
         env.close()
         return said
 

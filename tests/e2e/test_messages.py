@@ -142,9 +142,9 @@ class One(PureEnv):
         return (Message("user", f"twice {{self.n}}"),)
 
     def step(self, action):
-        return StepResult((), float(action == self.gold()), terminated=True)
+        return StepResult((), float(action == self.reference_answer()), terminated=True)
 
-    def gold(self):
+    def reference_answer(self):
         return str(2 * self.n)
 
 if __name__ == "__main__":
@@ -190,8 +190,8 @@ def test_play_says_what_to_type(folder, capsys, monkeypatch):
     for env, example in (("sokoban", "such as '"), ("rg:chain_sum", "Type what the policy would say;")):
         assert play.main([env]) == 0
         out = " ".join(capsys.readouterr().out.split())
-        assert example in out and "Ctrl-D ends" in out and "--gold" in out
-    assert play.main(["sokoban", "--gold"]) == 0
+        assert example in out and "Ctrl-D ends" in out and "--scripted" in out
+    assert play.main(["sokoban", "--scripted"]) == 0
     assert "Type what" not in capsys.readouterr().out
 
 

@@ -81,6 +81,6 @@ def test_only_sampled_tokens_have_weight(lake):
         trained = rows(lake)[step - 1]["train/trained_tok_n"]
         groups = {}
         for e in episodes(lake, step):
-            groups.setdefault(e["key"]["draw"], []).append(e)
+            groups.setdefault(e["key"]["prompt_index"], []).append(e)
         kept = [g for g in groups.values() if np.ptp([e["reward"] for e in g]) > 0]
         assert trained == sum(len(t["tokens"]) for g in kept for e in g for t in e["turns"])

@@ -34,9 +34,9 @@ class SlowEnv(Env):
             raise EnvError("over")
         time.sleep(0.05)
         self.over = True
-        solved = action == self.gold()
+        solved = action == self.reference_answer()
         return StepResult((), float(solved), terminated=True, success=solved)
-    def gold(self): return f"yes {self.content}"
+    def reference_answer(self): return f"yes {self.content}"
 
 @dataclasses.dataclass(frozen=True)
 class Open(EnvSpec):
@@ -52,7 +52,7 @@ class OpenEnv(Env):
     def step(self, action):
         solved = len(action.split()) == self.wanted + 3
         return StepResult((), float(solved), terminated=True, success=solved)
-    def gold(self): raise EnvError("open has no recorded answers")
+    def reference_answer(self): raise EnvError("open has no recorded answers")
 
 @dataclasses.dataclass(frozen=True)
 class Broken(EnvSpec):
@@ -67,7 +67,7 @@ class BrokenEnv(Env):
             raise KeyError("second")
         return (Message("user", "\\x1b[31m[red]?"),)
     def step(self, action): return StepResult((), 1.0, terminated=True, success=True)
-    def gold(self): return "x"
+    def reference_answer(self): return "x"
 
 @dataclasses.dataclass(frozen=True)
 class Hollow(EnvSpec):
@@ -89,7 +89,7 @@ class HollowEnv(Env):
         except ValueError:
             solved = False
         return StepResult((), float(solved), terminated=True, success=solved)
-    def gold(self): return str(self.right)
+    def reference_answer(self): return str(self.right)
 """
 
 
@@ -133,13 +133,13 @@ def test_the_end_of_input_ends_the_game():
 
 
 def test_the_scripted_player_is_watched():
-    done = run("play", "house", "--gold")
+    done = run("play", "house", "--scripted")
     assert done.returncode == 0 and "> go to" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("solved: ") and done.stdout.endswith("reward 1\n")
 
 
 def test_what_an_environment_shows_cannot_steer_the_terminal(broken):
-    done = run("play", broken, "--gold")
+    done = run("play", broken, "--scripted")
     assert done.returncode == 0 and "\x1b[31m" not in done.stdout and "\\x1b[31m[red]?" in done.stdout
 
 
@@ -204,4 +204,4 @@ def test_a_broken_environment_is_not_valid(broken):
 def test_an_environment_that_a_constant_answer_solves_is_not_valid(broken):
     done = run("validate", "own.Hollow", "--tasks", "30")
     assert done.returncode == 3 and done.stderr == "env error: hollow fails 1 of the checks\n", done.stdout
-    assert "'nan' solves 100% without being gold" in " ".join(done.stdout.replace("│", " ").split())
+    assert "'nan' solves 100% without being the reference answer" in " ".join(done.stdout.replace("│", " ").split())

@@ -36,11 +36,11 @@ async def record(pool):
     episodes = await asyncio.gather(*(pool.open(pool.spec.task(i)) for i in range(TASKS)))
 
     async def play(episode):
-        said, result = [episode.opening], None
+        said, result = [episode.initial_messages], None
         while result is None or not (result.terminated or result.truncated):
-            gold = await episode.gold()
-            result = await episode.step(gold if result is None else f"not {gold}")
-            said += [gold, result]
+            reference = await episode.reference_answer()
+            result = await episode.step(reference if result is None else f"not {reference}")
+            said += [reference, result]
         await episode.close()
         return said
 
@@ -113,7 +113,7 @@ def held(pool):
 async def played(pool, index):
     """Play an episode of FrozenLake."""
     episode = await pool.open(pool.spec.task(index))
-    result = await episode.step(await episode.gold())
+    result = await episode.step(await episode.reference_answer())
     await episode.close()
     return result
 

@@ -88,7 +88,7 @@ class Look(PureEnv):
             return StepResult((Message(self.role, "5"),), 0.0, False)
         return StepResult((), float(len(action) % 2), True)
 
-    def gold(self):
+    def reference_answer(self):
         return "look" if self.left > 1 else self.digit
 
 
@@ -145,8 +145,8 @@ def test_qwen3_is_trained_over_two_turns(trained, folders):
     assert len(longer) > 4
     for t in longer:
         first, second = t["turns"]
-        opening = [{"role": "user", "content": f"say {int(t['task']['content']) % 5}"}]
-        want = original.apply_chat_template(opening, add_generation_prompt=True, return_dict=False)
+        initial_messages = [{"role": "user", "content": f"say {int(t['task']['content']) % 5}"}]
+        want = original.apply_chat_template(initial_messages, add_generation_prompt=True, return_dict=False)
         assert first["prompt_ids"] == want, "as transformers writes one turn"
         assert first["tokens"][-1] in chat.stop_ids and not second["restart"]
         told = original.decode(second["prompt_ids"], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -98,12 +98,12 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
         return loop.train(plan, out, console, should_stop=lambda: console.stopped)
 
     full, progress = run(tmp_path / "whole")
-    assert progress.carry["kl_coef"] != 0.05
+    assert progress.algorithm_state["kl_coef"] != 0.05
     with pytest.raises(Stopped):
         run(tmp_path / "parts", stop_at=5)
     again, resumed = run(tmp_path / "parts")
     assert fingerprint(again.state) == fingerprint(full.state)
-    assert resumed.carry == progress.carry
+    assert resumed.algorithm_state == progress.algorithm_state
     a, b = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert [r["critic/loss"] for r in a[3:]] == [r["critic/loss"] for r in b[3:]]
     assert [r["kl/coef"] for r in a[3:]] == [r["kl/coef"] for r in b[3:]]
@@ -120,7 +120,7 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     import json
 
     for line in (tmp_path / "run" / "rollouts" / "step_4.jsonl").read_text().splitlines():
-        keys.add((json.loads(line)["key"]["draw"], json.loads(line)["key"]["sibling"]))
+        keys.add((json.loads(line)["key"]["prompt_index"], json.loads(line)["key"]["sibling"]))
     assert len(keys) == row["groups/started_n"] * 4
 
 

@@ -34,7 +34,7 @@ TINY_ASYNC = TINY | {
 }
 LATE = {
     "wait": {},
-    "redraw": {"rl__Phase_dot_late": "'redraw'", "rl__Phase_dot_spare_prompts": 2},
+    "resample": {"rl__Phase_dot_late": "'resample'", "rl__Phase_dot_spare_prompts": 2},
     "drop": {"rl__Phase_dot_late": "'drop'", "rl__Phase_dot_spare_prompts": 2, "rl__Phase_dot_spare_siblings": 1},
 }
 
@@ -63,13 +63,13 @@ def check_account(lines, late):
     account, trained, gone = DrawAccount(phase), [], set()
     for line in (line for line in lines if line.phase == "rl"):
         account.add(line)
-        trained += line.draws
+        trained += line.prompt_indices
         gone |= {draw for draws in line.dropped.values() for draw in draws}
         waiting = {*map(int, line.waiting)}
         assert {*trained} | gone | waiting == {*range(account.num_drawn)} and not {*trained} & waiting
         assert all(0 <= line.version - v <= 2 for v in line.start_versions)
     assert len({*trained}) == len(trained)
-    assert late == "redraw" or not {*trained} & gone
+    assert late == "resample" or not {*trained} & gone
     assert late == "drop" or not gone - {*trained} - waiting
     return trained
 
@@ -90,7 +90,7 @@ def recorded(tmp_path_factory):
     return run_dir, killed
 
 
-NOT_LOGGED = {"groups/started_n", "groups/waiting_n", "starts/experts_n"}
+NOT_LOGGED = {"groups/started_n", "groups/waiting_n", "start_states/experts_n"}
 """Numbers that differ in a replay: it starts no draw again, and plays no expert's episode."""
 
 
@@ -129,7 +129,7 @@ def test_a_run_of_another_history_is_not_continued_by_a_replay(recorded, tmp_pat
     other = shutil.copytree(killed, tmp_path / "other")
     lines = (other / "consumed.jsonl").read_text().splitlines()
     line = json.loads(lines[3])
-    line["draws"][0] = 99
+    line["prompt_indices"][0] = 99
     (other / "consumed.jsonl").write_text("\n".join([*lines[:3], json.dumps(line), *lines[4:]]) + "\n")
     assert start(other, "--replay", run_dir) == 2
     assert "trained other samples in step 4" in capsys.readouterr().err.replace("\n", " ")

@@ -133,8 +133,8 @@ def test_values_are_shifted_scaled_and_clipped(tmp_path):
 def test_held_out_episodes_get_the_environments_reward(tmp_path):
     classifier(tmp_path)
     trajectory = answered(np.random.default_rng(3), 9, stream=EVAL_STREAM)
-    (gold,), counts = scored(RewardModelScore(path=str(tmp_path)), [trajectory])
-    assert gold.value == 1.0 and gold.parts == {"environment": 1.0} and not counts.get("calls")
+    (reference,), counts = scored(RewardModelScore(path=str(tmp_path)), [trajectory])
+    assert reference.value == 1.0 and reference.parts == {"environment": 1.0} and not counts.get("calls")
     (model,), _ = scored(RewardModelScore(path=str(tmp_path), heldout="model"), [trajectory])
     assert model.value == model.parts["reward_model"] != 1.0
 

@@ -115,7 +115,7 @@ def test_without_a_judge_nothing_is_trained_and_the_run_ends(tmp_path, capsys):
     [
         ("recipe.Recipe.reward = @rules.Answer()", "finds no recorded answer of task 0 of spell_backward"),
         ("recipe.Recipe.reward = @broken/function.Function()\nbroken/function.Function.fn = @reward_of_mine.broken",
-         "Recipe.reward, task 0, the gold answer: env (reward): reward_of_mine.broken: ZeroDivisionError"),
+         "Recipe.reward, task 0, the reference answer: env (reward): reward_of_mine.broken: ZeroDivisionError"),
     ],
 )  # fmt: skip
 def test_a_reward_that_cannot_work_ends_a_run_before_it_allocates(tmp_path, capsys, monkeypatch, bindings, says):

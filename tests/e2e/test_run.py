@@ -321,13 +321,13 @@ def draws(run_dir, steps):
     found = []
     for step in steps:
         lines = (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
-        found += dict.fromkeys(json.loads(line)["key"]["draw"] for line in lines)
+        found += dict.fromkeys(json.loads(line)["key"]["prompt_index"] for line in lines)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("late", ["wait", "redraw"])
+@pytest.mark.parametrize("late", ["wait", "resample"])
 def test_a_resumed_asynchronous_run_loses_no_draw_and_trains_none_twice(tmp_path, late):
     """Stop once, then resume from older checkpoints as after a kill: finished groups are on disk and are trained on,
     although the weights have changed since."""
@@ -350,7 +350,7 @@ def test_a_resumed_asynchronous_run_loses_no_draw_and_trains_none_twice(tmp_path
         saved = folder.checkpoints.folder / name
         state = json.loads((saved / "progress.json").read_text())["groups"]["buffer"]
         waiting = [Group.from_json(json.loads(line)) for line in (saved / "waiting.jsonl").read_text().splitlines()]
-        assert {g.draw for g in waiting} == {e["draw"] for e in state["entries"] if e["ready"]}
+        assert {g.prompt_index for g in waiting} == {e["prompt_index"] for e in state["entries"] if e["ready"]}
         used += [t.to_json() for g in waiting for t in g.trajectories]
     _, progress = run(Console())
     assert progress.finished and progress.step == 14
@@ -371,14 +371,14 @@ class SparesOnly:
     def __init__(self, runtime, plan, wanted, spares):
         self.sampler, self.wanted, self.spares = runtime.sampler, wanted, spares
         self.endless = SamplerPolicy(runtime.sampler, SamplingParams(1.0, 900), 0)
-        self.gold, self.ended, self.release = GoldPolicy(plan.chat, 900), 0, None
+        self.reference_answer, self.ended, self.release = GoldPolicy(plan.chat, 900), 0, None
 
     async def act(self, prompt_ids, episode, key, turn):
-        if key.draw < self.wanted:
+        if key.prompt_index < self.wanted:
             while self.sampler.load().running < self.spares:
                 await asyncio.sleep(0)
             self.release = self.release or self.sampler.hold()
-            return await self.gold.act(prompt_ids, episode, key, turn)
+            return await self.reference_answer.act(prompt_ids, episode, key, turn)
         try:
             return await self.endless.act(prompt_ids, episode, key, turn)
         finally:
@@ -412,7 +412,7 @@ def test_cancelled_requests_are_aborted_in_the_engine_at_once(tmp_path):
             return before, runtime.sampler.stats, report.row(), line
 
         before, after, row, line = runtime.clock.run(step())
-    assert line.draws == list(range(8)) and line.dropped["late"] == [8, 9] and row["groups/late_n"] == 2
+    assert line.prompt_indices == list(range(8)) and line.dropped["late"] == [8, 9] and row["groups/late_n"] == 2
     assert (before.aborted, after.aborted) == (0, spares) and after.dispatches <= before.dispatches + 1  # under way
 
 

@@ -46,7 +46,9 @@ def test_right_solutions_pass(host):
 
 def test_right_mbpp_solutions_pass(host):
     problems = CodeProblems(str(DATA / "code_problems_mbpp.jsonl")).problems()
-    verdicts = many(lambda p: grade_mbpp(p.gold, p.entry_point, p.tests, setup=p.setup, host=host), problems)
+    verdicts = many(
+        lambda p: grade_mbpp(p.reference_answer, p.entry_point, p.tests, setup=p.setup, host=host), problems
+    )
     assert [v.detail for v in verdicts if not v.passed] == []
     assert [v.num_passed for v in verdicts] == [len(p.tests) for p in problems]
 

@@ -1,4 +1,4 @@
-"""A judge's work as an environment: what it asks is what the judge of a run is asked, and gold verdicts are read back."""
+"""A judge's work as an environment: what it asks is what the judge of a run is asked, and reference verdicts are read back."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ from rolljax.rewards.judge import Judge, mark_of
 
 ENV = Questions(records=[{"question": f"Thank me for {i}.", "answer": f"Thank you for {i}."} for i in range(3)])
 MODEL = EndpointConfig("http://127.0.0.1:1/v1", "judge")
-LABELS = Judge(MODEL, "{question} {answer} {gold}", labels={"good": 1.0, "fair": 0.5, "bad": 0.0})
+LABELS = Judge(MODEL, "{question} {answer} {reference}", labels={"good": 1.0, "fair": 0.5, "bad": 0.0})
 MARKS = Judge(
     MODEL, "{question} {answer}", {"facts": 1.0, "tone": 3.0}, veto="made_up", calibration=((0.0, 1.0), (1.0, 0.0))
 )
-ROWS = [{"index": 1, "answer": "Thanks.", "gold": 1}, {"index": 1, "answer": "No.", "gold": 0}]
-ROWS += [{"index": 2, "answer": "Hm.", "gold": 0.4}]
+ROWS = [{"index": 1, "answer": "Thanks.", "reference": 1}, {"index": 1, "answer": "No.", "reference": 0}]
+ROWS += [{"index": 2, "answer": "Hm.", "reference": 0.4}]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def spec(tmp_path):
 def episode(spec, index, action=None):
     env = spec.make()
     env.reset(spec.task(index))
-    return env.step(env.gold() if action is None else action)
+    return env.step(env.reference_answer() if action is None else action)
 
 
 def test_the_environment_asks_the_question_of_a_runs_judge(spec):
@@ -48,7 +48,7 @@ def test_the_environment_asks_the_question_of_a_runs_judge(spec):
 
 
 def test_the_checks_of_every_environment(spec):
-    checks.gold_solves(spec, 3)
+    checks.reference_solves(spec, 3)
     checks.bad_actions_fail(spec, 3)
     checks.well_formed(spec, 3)
     checks.ends_are_final(spec, 2)
@@ -58,13 +58,13 @@ def test_the_checks_of_every_environment(spec):
 
 
 @pytest.mark.parametrize("judge", [LABELS, MARKS, dataclasses.replace(MARKS, scale=(1.0, 5.0), veto="")])
-def test_a_gold_verdict_is_read_back_as_what_the_answer_is_worth(spec, judge):
+def test_a_reference_verdict_is_read_back_as_what_the_answer_is_worth(spec, judge):
     spec = dataclasses.replace(spec, judge=judge)
     for index, row in enumerate(ROWS):
         done = episode(spec, index)
         assert done.success and done.terminated
-        nearest = {0.4: 0.5}.get(row["gold"], row["gold"]) if judge.labels else row["gold"]
-        assert done.reward == pytest.approx(1 - abs(nearest - row["gold"]))
+        nearest = {0.4: 0.5}.get(row["reference"], row["reference"]) if judge.labels else row["reference"]
+        assert done.reward == pytest.approx(1 - abs(nearest - row["reference"]))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_what_is_wrong_is_said(spec, tmp_path):
     with pytest.raises(ConfigError, match="JudgeTraining.labelled is not a file or folder"):
         dataclasses.replace(spec, labelled="none.jsonl").task(0)
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"index": 0, "answer": "", "gold": 2}\n')
-    with pytest.raises(DataError, match="line 1: gold is 2, not from 0 to 1"):
+    bad.write_text('{"index": 0, "answer": "", "label": 2}\n')
+    with pytest.raises(DataError, match="line 1: label is 2, not from 0 to 1"):
         dataclasses.replace(spec, labelled=str(bad)).task(0)
     env = spec.make()
     with pytest.raises(EnvError, match="before reset"):
@@ -111,4 +111,4 @@ def test_the_shipped_judge_is_asked_what_the_shipped_mixture_asks():
     assert judge.env.env == thanks
     for index in range(judge.env.num_tasks):
         labelled = judge.env.answer(index)
-        assert labelled.gold == (labelled.answer == thanks.record(labelled.index)["kind"])
+        assert labelled.reference_answer == (labelled.answer == thanks.record(labelled.index)["kind"])

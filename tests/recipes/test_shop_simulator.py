@@ -52,8 +52,8 @@ def share(spec, act, num=150):
     return sum(play(spec, spec.task(i), act)[1][-1].success for i in range(num)) / num
 
 
-def gold(env, told):
-    return env.gold()
+def reference(env, told):
+    return env.reference_answer()
 
 
 # ---- search -----------------------------------------------------------------------------------------------------------
@@ -313,15 +313,15 @@ def test_the_wish_does_not_leak(style):
 
 
 @each
-def test_gold_knows_no_more_than_was_told(settings):
-    """The same transcript is followed by the same gold action."""
+def test_reference_knows_no_more_than_was_told(settings):
+    """The same transcript is followed by the same reference action."""
     spec = Shop(**settings)
     after = {}
     for i in range(60):
         env = spec.make()
         told = env.reset(spec.task(i))[-1].content
         for _ in range(spec.max_turns):
-            action = env.gold()
+            action = env.reference_answer()
             assert after.setdefault(told, action) == action
             result = env.step(action)
             if result.terminated:
@@ -333,11 +333,11 @@ def test_gold_knows_no_more_than_was_told(settings):
 
 
 @each
-def test_gold_always_succeeds_in_the_turns_it_has(settings):
+def test_reference_always_succeeds_in_the_turns_it_has(settings):
     spec = Shop(**settings)
     tight = dataclasses.replace(spec, max_turns=spec.turns_needed)
     for i in range(120):
-        _, results = play(tight, spec.task(i), gold)
+        _, results = play(tight, spec.task(i), reference)
         assert results[-1].success and results[-1].reward == 1 and results[-1].metrics["legal_ratio"] == 1
         assert results[-1].reward_parts == {"type": 1.0, "attributes": 1.0, "options": 1.0, "price": 1.0}
 
@@ -368,7 +368,7 @@ def buy_unasked(env, told):
 @pytest.mark.parametrize("settings", [{"dialogue": True}, TINY_DIALOGUE], ids=["dialogue", "tiny"])
 def test_asking_pays(settings):
     spec = Shop(**settings)
-    assert share(spec, gold) - share(spec, buy_unasked) >= 0.2
+    assert share(spec, reference) - share(spec, buy_unasked) >= 0.2
 
 
 @each
@@ -388,7 +388,7 @@ def test_sub_scores_are_of_the_purchase():
     spec = Shop(reward="loose")
 
     def forget(env, told):
-        action = env.gold()
+        action = env.reference_answer()
         on_item = told[-1].endswith("buy back")
         return "click[buy]" if on_item and re.fullmatch(r"click\[[1-8]\]", action) else action
 
@@ -437,14 +437,14 @@ def test_references_and_snapshots(settings):
     env, twin = spec.make(), spec.make()
     env.reset(spec.task(5))
     for _ in range(3):
-        env.step(env.gold())
+        env.step(env.reference_answer())
     state = env.snapshot()
     assert len(state) < 20_000
     twin.restore(state)
     assert json.dumps(pickle.loads(state)["_turns"]) == "3"
     while True:
-        action = env.gold()
-        assert twin.gold() == action
+        action = env.reference_answer()
+        assert twin.reference_answer() == action
         result = env.step(action)
         assert twin.step(action) == result
         if result.terminated:
@@ -454,11 +454,13 @@ def test_references_and_snapshots(settings):
 
 
 def test_budgets_fit_the_bytes_of_small_models():
-    """A gold episode of the tiny shop in bytes, chat tokens aside."""
+    """A reference episode of the tiny shop in bytes, chat tokens aside."""
     for settings, most in ((TINY, 280), (TINY_DIALOGUE, 330)):
         spec = Shop(**settings)
         for i in range(60):
             acts = []
-            told, _ = play(spec, spec.task(i), lambda env, told, acts=acts: acts.append(env.gold()) or acts[-1])
+            told, _ = play(
+                spec, spec.task(i), lambda env, told, acts=acts: acts.append(env.reference_answer()) or acts[-1]
+            )
             assert len("".join(told + acts)) <= most
             assert max(map(len, acts)) <= 20

@@ -38,7 +38,7 @@ def trip_of(index):
     env = DESK.make()
     env.reset(DESK.task(index))
     content = json.loads(DESK.task(index).content)["wanted"]
-    return Wanted(**content | {"themes": tuple(content["themes"])}), read(env.gold())
+    return Wanted(**content | {"themes": tuple(content["themes"])}), read(env.reference_answer())
 
 
 def score(index, trip, spec=DESK):
@@ -156,7 +156,7 @@ def broken(wanted, trip):
     return {k for k, v in check(WORLD, wanted, trip).items() if v != 1}
 
 
-def test_gold_trips_hold_every_constraint():
+def test_reference_trips_hold_every_constraint():
     for i in range(60):
         wanted, trip = trip_of(i)
         assert not broken(wanted, trip) and not made_up(WORLD, trip)
@@ -276,14 +276,14 @@ def test_strange_texts_around_an_answer(before, after):
 # ---- episodes -------------------------------------------------------------------------------------------------------
 
 
-def test_gold_looks_everything_up_and_then_answers():
+def test_reference_looks_everything_up_and_then_answers():
     for i in range(30):
         env = SPEC.make()
         told = [m.content for m in env.reset(SPEC.task(i))]
         assert "poi_search" in told[0] and "<tool_call>" in told[0]
         turns = []
         while len(turns) < SPEC.max_turns:
-            action = env.gold()
+            action = env.reference_answer()
             turns.append(action)
             if "<tool_call>" not in action:
                 seen = " ".join(told[1:])
@@ -323,7 +323,7 @@ def test_the_request_names_no_solution():
     for i in range(30):
         env = DESK.make()
         asked = env.reset(DESK.task(i))[-1].content
-        trip = read(env.gold())
+        trip = read(env.reference_answer())
         assert not any(id in asked for id in [trip.transport, trip.hotel, *(s.poi for s in trip.stops)])
 
 
@@ -335,7 +335,7 @@ def test_settings_make_trips_that_can_be_made(settings):
     for i in range(40):
         env = spec.make()
         env.reset(spec.task(i))
-        assert env.step(env.gold()).success
+        assert env.step(env.reference_answer()).success
     assert make_spec(ref_of(Travel(**settings))) == Travel(**settings)
 
 
@@ -354,12 +354,12 @@ def test_an_episode_can_be_copied():
     env, twin = SPEC.make(), SPEC.make()
     env.reset(SPEC.task(7))
     for _ in range(4):
-        env.step(env.gold())
+        env.step(env.reference_answer())
     twin.reset(SPEC.task(8))
     twin.restore(env.snapshot())
     while True:
-        action = env.gold()
-        assert twin.gold() == action
+        action = env.reference_answer()
+        assert twin.reference_answer() == action
         result, same = env.step(action), twin.step(action)
         assert (result.messages, result.reward) == (same.messages, same.reward)
         if result.terminated:

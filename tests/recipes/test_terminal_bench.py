@@ -29,13 +29,13 @@ def play(spec, actions, index=0):
         env.close()
 
 
-def gold(spec, index):
+def reference(spec, index):
     """The actions of a perfect policy."""
     env = spec.make()
     env.reset(spec.task(index))
-    first = env.gold()
+    first = env.reference_answer()
     env.step(first)
-    second = env.gold()
+    second = env.reference_answer()
     result = env.step(second)
     return [first, second], result
 
@@ -64,7 +64,7 @@ NAMES = [t.name for t in TerminalTasks().tasks()]
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_pass_and_doing_nothing_fails(name):
     spec = TerminalTasks(only=(name,))
-    actions, result = gold(spec, 0)
+    actions, result = reference(spec, 0)
     assert result.success and result.terminated and result.reward == 1.0 and actions[1] == "finish"
     assert result.metrics["tests_passed_frac"] == 1 and result.metrics["tests_n"] > 0
     assert result.metrics["tamper_n"] == result.metrics["left_running_n"] == 0
@@ -77,14 +77,14 @@ def test_solutions_pass_and_doing_nothing_fails(name):
 TWO = ("log_errors", "merge_sales")
 
 
-@pytest.mark.parametrize("name", [name for name in checks.CHECKS if name != "gold solves"])
+@pytest.mark.parametrize("name", [name for name in checks.CHECKS if name != "the reference answer solves"])
 def test_the_contract_of_environments(name):
     checks.CHECKS[name](TerminalTasks(only=TWO), 2 if name == "tasks are their index" else 1)
 
 
 def test_own_tasks_as_a_folder_of_tasks():
     spec = HarborTasks(path=str(OWN_TASKS), only=TWO)
-    checks.gold_solves(spec, 2, reward=1.0)
+    checks.reference_solves(spec, 2, reward=1.0)
     checks.tasks_are_their_index(spec, 4)
 
 
@@ -209,7 +209,7 @@ def test_repeating_a_command_ends_the_episode():
 
 def test_the_last_turn_is_graded():
     spec = TerminalTasks(only=("log_errors",), max_turns=1)
-    solution, _ = gold(TerminalTasks(only=("log_errors",)), 0)
+    solution, _ = reference(TerminalTasks(only=("log_errors",)), 0)
     _, (result,) = play(spec, solution[:1])
     assert result.success and result.reward == 1 and result.truncated and not result.terminated
     env = spec.make()

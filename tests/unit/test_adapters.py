@@ -28,11 +28,11 @@ TAUBENCH = os.environ.get("ROLLJAX_TAUBENCH", "")
 def play(spec, index, act, most=50):
     """Opening text and the results of an episode."""
     env = spec.make()
-    opening, results = env.reset(spec.task(index)), []
+    initial_messages, results = env.reset(spec.task(index)), []
     while len(results) < most and not (results and (results[-1].terminated or results[-1].truncated)):
         results.append(env.step(act(env) if callable(act) else act[len(results)]))
     env.close()
-    return opening[-1].content, results
+    return initial_messages[-1].content, results
 
 
 # ---- gymnasium
@@ -48,10 +48,10 @@ def play(spec, index, act, most=50):
         (Gymnasium("Taxi-v4", reward="success"), 1),
     ],
 )
-def test_gold_walks_solve_the_toy_worlds(spec, total):
+def test_reference_walks_solve_the_toy_worlds(spec, total):
     assert make_spec(ref_of(spec)) == spec == pickle.loads(pickle.dumps(spec))
     for index in range(5):
-        _, results = play(spec, index, lambda env: env.gold())
+        _, results = play(spec, index, lambda env: env.reference_answer())
         assert results[-1].success and results[-1].terminated
         assert sum(r.reward for r in results) == total
 
@@ -110,7 +110,7 @@ def test_a_taxi_ride_pays_what_gymnasium_pays():
 def test_slippery_ice_is_walked_as_well_as_it_can_be():
     """The best policy reaches the goal in about 0.74 of gymnasium's 100 steps; here with 100 too."""
     spec = Gymnasium("FrozenLake-v1", max_turns=100)
-    solved = [play(spec, index, lambda env: env.gold(), 100)[1][-1].success for index in range(60)]
+    solved = [play(spec, index, lambda env: env.reference_answer(), 100)[1][-1].success for index in range(60)]
     assert 0.55 < sum(solved) / len(solved) < 0.92
     assert len({spec.task(i).id for i in range(20)}) == 20
 
@@ -122,21 +122,21 @@ def test_equal_openings_are_one_task_where_chance_plays_no_part():
 
 def test_what_is_no_action_costs_a_turn():
     for text in ("", "\x00", "5", "²", "x" * 10**6, "left right"):
-        opening, results = play(Gymnasium("FrozenLake-v1", max_turns=2), 0, [text, text])
-        assert "left, down, right, up" in opening and "[S]FFF" in opening
+        initial_messages, results = play(Gymnasium("FrozenLake-v1", max_turns=2), 0, [text, text])
+        assert "left, down, right, up" in initial_messages and "[S]FFF" in initial_messages
         assert [r.metrics["no_moves_n"] for r in results] == [1, 1] and results[-1].truncated
         assert "[S]FFF" in results[0].messages[0].content
 
 
-def test_blackjack_and_balancing_are_played_but_have_no_gold():
+def test_blackjack_and_balancing_are_played_but_have_no_reference():
     spec = Gymnasium("Blackjack-v1")
     results = [play(spec, index, ["stick"])[1][-1] for index in range(40)]
     assert {r.reward for r in results} <= {-1, 0, 1, 1.5} and any(r.success for r in results)
     assert all(r.success == (r.reward > 0) for r in results)
-    with pytest.raises(EnvError, match="no gold"):
-        play(spec, 0, lambda env: env.gold())
-    opening, results = play(Gymnasium("CartPole-v1", max_turns=500), 0, lambda env: "0", 500)
-    assert "0, 1" in opening and 5 < len(results) < 20 and results[-1].terminated and not results[-1].success
+    with pytest.raises(EnvError, match="no reference"):
+        play(spec, 0, lambda env: env.reference_answer())
+    initial_messages, results = play(Gymnasium("CartPole-v1", max_turns=500), 0, lambda env: "0", 500)
+    assert "0, 1" in initial_messages and 5 < len(results) < 20 and results[-1].terminated and not results[-1].success
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_every_game_for_one_player_is_played(game, capsys):
     """The same moves give the same game, whatever other games do in between."""
     spec = TextArena(f"{game}-v0-very-easy" if game == "Sudoku" else f"{game}-v0")
     assert make_spec(ref_of(spec)) == spec
-    opening, results = play(spec, 3, SAID)
-    assert len(opening) > 50 and sum(r.reward for r in results[:-1]) == 0
+    initial_messages, results = play(spec, 3, SAID)
+    assert len(initial_messages) > 50 and sum(r.reward for r in results[:-1]) == 0
     assert -1 <= results[-1].reward <= 1 and not results[-1].messages
     before = random.getstate()
     again, other = spec.make(), TextArena("2048-v0").make()
-    assert again.reset(spec.task(3))[0].content == opening and random.getstate() == before
+    assert again.reset(spec.task(3))[0].content == initial_messages and random.getstate() == before
     other.reset(TextArena("2048-v0").task(0))
     for move, text, result in zip(["[Up]", "[Left]"] * 10, SAID, results, strict=False):
         other.step(move)
@@ -289,8 +289,8 @@ def test_objects_of_gem_have_tasks_by_index():
 
 
 def test_gems_five_values_become_ours():
-    opening, results = play(guess(target=7), 0, boxed(5, 9, 7))
-    assert opening == "Guess from 1 to 10.\nEnter your guess."
+    initial_messages, results = play(guess(target=7), 0, boxed(5, 9, 7))
+    assert initial_messages == "Guess from 1 to 10.\nEnter your guess."
     assert [r.messages[0].content for r in results[:2]] == ["Hint:\nhigher", "Hint:\nlower"]
     assert [r.reward for r in results] == [0, 0, 1] and results[-1].success and results[-1].terminated
     _, results = play(guess(target=7), 0, boxed(1, 2, 3, 4))
@@ -328,7 +328,7 @@ def test_what_the_environment_says_of_success_goes_before_the_reward():
 def test_reference_actions_solve_the_tasks_of_tau_bench():
     for domain, split in (("retail", "test"), ("airline", "test"), ("retail", "train")):
         spec = TauBench(TAUBENCH, domain, split)
-        checks.gold_solves(spec, 4, reward=1.0)
+        checks.reference_solves(spec, 4, reward=1.0)
         checks.tasks_are_their_index(spec, 20)
     checks.ends_are_final(spec, 2)
     checks.interleave(spec, 2)

@@ -657,13 +657,13 @@ def test_agrees_with_the_reference(name):
 
 def two_steps(algorithm):
     """Groups, episodes and log-probs of two steps, and what the first one hands to the second."""
-    steps, carry = [], {}
+    steps, algorithm_state = [], {}
     for seed in (5, 6):
         world = World(seed, 3, 4, 2, 5, "graded")
         groups = world.groups()
         e = world.episodes(groups, algorithm.needs())
-        steps.append((groups, e, moved(world, groups, e, algorithm), carry))
-        carry = algorithm.credit(e, carry).carry
+        steps.append((groups, e, moved(world, groups, e, algorithm), algorithm_state))
+        algorithm_state = algorithm.credit(e, algorithm_state).algorithm_state
     return steps
 
 
@@ -671,9 +671,9 @@ def test_running_statistics():
     algorithm = Reinforce(mean="running", std="running")
     steps = two_steps(algorithm)
     seen = []
-    for groups, e, logps, carry in steps:
+    for groups, e, logps, algorithm_state in steps:
         seen += e.rewards.tolist()
-        loss, grads = trained(algorithm, groups, e, logps, ROWS, carry=carry)
+        loss, grads = trained(algorithm, groups, e, logps, ROWS, algorithm_state=algorithm_state)
         want = ref.reinforce(told(groups, e, logps, algorithm), baseline=ref.mean(seen), scale=ref.std(seen))
         assert agree(loss, [g[0] for g in grads], want) > 1e-3
 
@@ -684,8 +684,8 @@ def test_an_adaptive_kl_coefficient(where):
     term = KlLoss(0.2, adaptive, estimator="k2") if where == "loss" else KlReward(0.2, adaptive)
     algorithm = Reinforce(kl=term)
     beta, betas = 0.2, []
-    for groups, e, logps, carry in two_steps(algorithm):
-        loss, grads = trained(algorithm, groups, e, logps, ROWS, carry=carry)
+    for groups, e, logps, algorithm_state in two_steps(algorithm):
+        loss, grads = trained(algorithm, groups, e, logps, ROWS, algorithm_state=algorithm_state)
         episodes = told(groups, e, logps, algorithm)
         options = {"kl_loss": beta, "kl_kind": "k2"} if where == "loss" else {"kl_reward": beta}
         assert agree(loss, [g[0] for g in grads], ref.reinforce(episodes, **options)) > 1e-3

@@ -66,7 +66,7 @@ def test_a_cut_first_answer_that_ends_an_episode_of_many_turns_is_told(notices):
     assert "max_answer_tok" in limit and "ended with their first answer" in first and "8 turns" in first
 
 
-def test_the_first_error_of_an_environment_is_told_even_when_gold_answers_play():
+def test_the_first_error_of_an_environment_is_told_even_when_reference_answers_play():
     notices = of(Phase("sft", Sft(), steps=1))
     failed = trajectory(status="failed", fault=Fault("env", "step", "KeyError: 'map'"))
     [text] = step(notices, failed, trajectory(1.0))

@@ -62,35 +62,35 @@ FORMULAS_DIFFERENT = [
 
 
 def flat(table):
-    return [(gold, given) for gold, many in table for given in many]
+    return [(reference, given) for reference, many in table for given in many]
 
 
-@pytest.mark.parametrize("gold, given", flat(SAME))
-def test_the_same_answer_written_otherwise(gold, given):
-    assert compare(gold, given) is True
+@pytest.mark.parametrize("reference, given", flat(SAME))
+def test_the_same_answer_written_otherwise(reference, given):
+    assert compare(reference, given) is True
 
 
-@pytest.mark.parametrize("gold, given", flat(DIFFERENT))
-def test_other_answers(gold, given):
-    assert compare(gold, given) is False
+@pytest.mark.parametrize("reference, given", flat(DIFFERENT))
+def test_other_answers(reference, given):
+    assert compare(reference, given) is False
 
 
 def test_formulas_are_compared_by_the_verifier():
     """In this process; the children that it runs in are below."""
     wrong = []
     for want, pairs in ((True, FORMULAS_SAME), (False, FORMULAS_DIFFERENT)):
-        for gold, answer in pairs:
-            if judged_here(gold, answer) is not want:
-                wrong.append((gold, answer))
+        for reference, answer in pairs:
+            if judged_here(reference, answer) is not want:
+                wrong.append((reference, answer))
     assert not wrong
 
 
-def judged_here(gold, answer):
+def judged_here(reference, answer):
     """What `is_same` says, without a child process for the verifier."""
-    plainly = compare(gold, answer)
+    plainly = compare(reference, answer)
     if plainly is not None:
         return plainly
-    verdicts = [(compare(want, got), want, got) for want, got in to_verify(gold, answer)]
+    verdicts = [(compare(want, got), want, got) for want, got in to_verify(reference, answer)]
     return all(verifier._equal(want, got) if plainly is None else plainly for plainly, want, got in verdicts)
 
 
@@ -99,8 +99,8 @@ def judged_here(gold, answer):
 
 def test_pairs_from_outside():
     """Every verdict is that of the source, or `OURS` has another one with the rule that it follows from."""
-    ours = {(gold, answer): right for gold, answer, right, _ in OURS}
-    theirs = {(gold, answer): right for pairs in THEIRS.values() for gold, answer, right in pairs}
+    ours = {(reference, answer): right for reference, answer, right, _ in OURS}
+    theirs = {(reference, answer): right for pairs in THEIRS.values() for reference, answer, right in pairs}
     assert len(theirs) >= 300 and ours.keys() <= theirs.keys()
     assert [pair for pair, right in ours.items() if theirs[pair] is right] == [], "these do not differ"
     verifier.warm()
@@ -130,13 +130,13 @@ RULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("gold, answer, right", RULES)
-def test_rules_of_answers(gold, answer, right):
-    assert judged_here(gold, answer) is right
+@pytest.mark.parametrize("reference, answer, right", RULES)
+def test_rules_of_answers(reference, answer, right):
+    assert judged_here(reference, answer) is right
 
 
 @pytest.mark.parametrize(
-    "text, gold, right",
+    "text, reference, right",
     [
         ("2**3", "8", True), ("2**3", "23", False), ("2**3", "3", False), ("9**9**9", "999", False), ("9**9**9", "9", False),
         ("1 000", "1000", True), ("1,2", "2,1", True), ("34 \\approx 33", "34", True), ("34 \\approx 33", "33", False),
@@ -144,8 +144,8 @@ def test_rules_of_answers(gold, answer, right):
         ("The answer is \\boxed{1 000}.", "1000", True),
     ],
 )  # fmt: skip
-def test_texts_that_are_right(text, gold, right):
-    assert is_right(text, gold) is right
+def test_texts_that_are_right(text, reference, right):
+    assert is_right(text, reference) is right
 
 
 def test_the_table_of_rules_in_the_docs_is_true():
@@ -155,11 +155,11 @@ def test_the_table_of_rules_in_the_docs_is_true():
     assert len(rows) == 17
     verifier.warm()
     for _, _, recorded, *verdicts in rows:
-        (gold,) = re.findall("`([^`]+)`", recorded)
+        (reference,) = re.findall("`([^`]+)`", recorded)
         for want, cell in zip((True, False), verdicts, strict=True):
-            assert {answer: judged_here(gold, answer) for answer in re.findall("`([^`]+)`", cell)} == dict.fromkeys(
-                re.findall("`([^`]+)`", cell), want
-            )
+            assert {
+                answer: judged_here(reference, answer) for answer in re.findall("`([^`]+)`", cell)
+            } == dict.fromkeys(re.findall("`([^`]+)`", cell), want)
 
 
 JOINERS = r"""
@@ -200,11 +200,11 @@ HONEST = {"x+1^x+2", "x+1 ^ x+2", "x+1^{x+2}"}
 
 def wins_one(values):
     return [
-        (gold, text)
+        (reference, text)
         for a, b, text in hedges(values)
         if text not in HONEST
-        for gold in (a, b)
-        if judged_here(gold, text)
+        for reference in (a, b)
+        if judged_here(reference, text)
     ]
 
 
@@ -222,7 +222,7 @@ def test_no_answer_that_states_two_formulas_earns_the_reward_of_one():
 def test_the_verifier_runs_in_a_child(monkeypatch):
     assert is_same("2\\sqrt{2}", "\\sqrt{8}") is True and is_same("2\\sqrt{2}", "\\sqrt{7}") is False
     here = os.getpid()
-    monkeypatch.setattr(verifier, "_equal", lambda gold, given: os.getpid() != here)
+    monkeypatch.setattr(verifier, "_equal", lambda reference, given: os.getpid() != here)
     assert is_same("x+1", "x-1") is True
 
 
@@ -245,11 +245,11 @@ def test_an_answer_that_keeps_the_verifier_busy_is_wrong(monkeypatch):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("gold", ["5", "x^2+1", "(1,2)"])
-def test_no_hostile_answer_is_right_or_holds_anybody_up(gold):
+@pytest.mark.parametrize("reference", ["5", "x^2+1", "(1,2)"])
+def test_no_hostile_answer_is_right_or_holds_anybody_up(reference):
     verifier.warm()
     for answer in HOSTILE:
-        found = is_same(gold, answer)
+        found = is_same(reference, answer)
         assert found is False or isinstance(found, TooMuch), answer
 
 
@@ -262,7 +262,7 @@ CONSTANTS = [
 
 @pytest.mark.sweep
 def test_no_constant_answers_every_question():
-    golds = [
+    labels = [
         "7",
         "-2.5",
         "\\frac{3}{8}",
@@ -279,7 +279,7 @@ def test_no_constant_answers_every_question():
     ]
     verifier.warm()
     for constant in CONSTANTS:
-        assert [gold for gold in golds if is_same(gold, constant) is True] == [], constant
+        assert [reference for reference in labels if is_same(reference, constant) is True] == [], constant
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 3))
@@ -299,10 +299,10 @@ def test_fractions_are_exact(x):
 
 
 @given(st.text(max_size=300), st.text(max_size=60))
-def test_no_text_is_too_strange(text, gold):
+def test_no_text_is_too_strange(text, reference):
     for where in FORMATS_AND_TAGS:
         found = find(text, where)
-        assert found is None or compare(gold, found) in (True, False, None)
+        assert found is None or compare(reference, found) in (True, False, None)
     json.dumps(split_recorded(text))
 
 

@@ -86,7 +86,7 @@ def test_several_threads_score_side_by_side():
 
 
 def test_the_answer_is_to_blame_when_a_known_one_is_scored():
-    assert scored(spin, "abc", "gold") == 3
-    assert scored(spin, "spin", "gold", cpu_s=QUICK_S) == TooMuch("time")
+    assert scored(spin, "abc", "reference") == 3
+    assert scored(spin, "spin", "reference", cpu_s=QUICK_S) == TooMuch("time")
     with pytest.raises(EnvError, match="known answer too"):
         scored(spin, "spin", "spin", cpu_s=QUICK_S)

@@ -73,8 +73,8 @@ class TwiceEnv(PureEnv):
             self._said = None
         return result
 
-    def gold(self):
-        return "?" if self._spec.fault == "gold" else self._number
+    def reference_answer(self):
+        return "?" if self._spec.fault == "reference" else self._number
 
     def snapshot(self):
         if self._spec.fault == "no snapshot":
@@ -90,8 +90,8 @@ class TwiceEnv(PureEnv):
 
 
 FAULTS = {
-    "gold": "gold solves",
-    "late": "gold solves",
+    "reference": "the reference answer solves",
+    "late": "the reference answer solves",
     "nan": "well formed",
     "metric": "well formed",
     "both": "well formed",
@@ -129,10 +129,10 @@ def test_an_endless_episode_is_found():
         checks.bad_actions_fail(Twice("endless"), 1)
 
 
-def test_gold_may_be_asked_for_a_reward():
-    assert "reward 0.5" in checks.gold_solves(Twice("half"), 3)
-    with pytest.raises(EnvError, match=r"gold gets 0\.5"):
-        checks.gold_solves(Twice("half"), 3, reward=1.0)
+def test_reference_may_be_asked_for_a_reward():
+    assert "reward 0.5" in checks.reference_solves(Twice("half"), 3)
+    with pytest.raises(EnvError, match=r"the reference answer gets 0\.5"):
+        checks.reference_solves(Twice("half"), 3, reward=1.0)
 
 
 def test_an_environment_without_faults_passes_every_check():
@@ -144,9 +144,9 @@ def test_an_environment_without_snapshots_passes_and_says_so():
     assert checks.snapshots_continue(Twice("no snapshot"), 2) == "no snapshots"
 
 
-def test_without_random_actions_a_random_player_says_what_gold_says_in_other_tasks():
+def test_without_random_actions_a_random_player_says_what_reference_says_in_other_tasks():
     player, how = checks.random_player(Twice())
-    assert how == "gold answers of other tasks"
+    assert how == "reference answers of other tasks"
     assert checks.success_frac(Twice(), [Twice().task(i) for i in range(20)], player) == 0
     same, _ = checks.random_player(Twice("one task"))
     assert checks.success_frac(Twice("one task"), [Twice("one task").task(0)], same) == 1

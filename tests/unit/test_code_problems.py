@@ -39,7 +39,7 @@ def spec(tmp_path, *records, name="p.jsonl", **settings):
 def test_humaneval(tmp_path, name):
     (problem,) = spec(tmp_path, HUMANEVAL, name=name).problems()
     assert HEAD.rstrip() in problem.question and problem.entry_point == "root"
-    assert problem.gold == HEAD + HUMANEVAL["canonical_solution"]
+    assert problem.reference_answer == HEAD + HUMANEVAL["canonical_solution"]
 
 
 def test_mbpp_of_both_kinds(tmp_path):
@@ -47,7 +47,7 @@ def test_mbpp_of_both_kinds(tmp_path):
     setup = {"test_imports": ["import math"], "test_list": tests}
     sanitised = {"task_id": 8, "prompt": "Add two.", "code": MBPP["code"], **setup}
     first, second = spec(tmp_path, MBPP, sanitised).problems()
-    assert "\r" not in first.gold and first.entry_point == "add" and first.setup == ""
+    assert "\r" not in first.reference_answer and first.entry_point == "add" and first.setup == ""
     assert second.question.startswith("Add two.") and second.setup == "import math" and len(second.tests) == 3
     assert tests[0] in second.question and tests[1] not in second.question
     assert all(t in spec(tmp_path, sanitised, tests_shown=3).problems()[0].question for t in tests)
@@ -179,5 +179,5 @@ def test_the_problems_for_tests_are_right():
     assert len(problems) == 6
     for problem in problems:
         names = {}
-        exec("\n".join([problem.setup, problem.gold, *problem.tests]), names)
-        assert problem.entry_point in names and ast.parse(problem.gold)
+        exec("\n".join([problem.setup, problem.reference_answer, *problem.tests]), names)
+        assert problem.entry_point in names and ast.parse(problem.reference_answer)

@@ -31,7 +31,7 @@ def test_what_a_prompt_names():
 
 
 @pytest.mark.parametrize(
-    "answer, gold, equal",
+    "answer, reference, equal",
     [
         ("Yes.", "yes", True),
         ("1,000.0", "1000", True),
@@ -45,8 +45,8 @@ def test_what_a_prompt_names():
         ("?", "!", False),
     ],
 )
-def test_same(answer, gold, equal):
-    assert constants.same(answer, gold) is equal
+def test_same(answer, reference, equal):
+    assert constants.same(answer, reference) is equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +77,22 @@ class Question(PureEnv):
         reward = 1.0 if solved else 0.9 * (bool(self._spec.paid) and action == self._spec.paid)
         return StepResult((), reward, terminated=True, success=solved)
 
-    def gold(self):
+    def reference_answer(self):
         return self._right
 
 
 def test_half_of_yes_or_no_is_honest():
     found = checks.constant_wins(Parity(), 30)
     assert found.hole is None and found.pays is None
-    assert (found.best.share, found.best.gold) == (0.5, 0.5)
+    assert (found.best.share, found.best.reference_answer) == (0.5, 0.5)
     assert "50%" in checks.no_constant_wins(Parity(), 30)
 
 
 @pytest.mark.parametrize("taken", ["nan", "", "[]", "x" * 8000, "Is 3 odd? yes or no"])
-def test_an_answer_that_wins_without_being_gold_is_a_hole(taken):
+def test_an_answer_that_wins_without_being_reference_is_a_hole(taken):
     spec = Parity(taken)
     if taken in constants.CONSTANTS.values():
-        with pytest.raises(EnvError, match="without being gold"):
+        with pytest.raises(EnvError, match="without being the reference answer"):
             checks.no_constant_wins(spec, 30)
     else:  # the prompt of one task in thirty: luck
         assert checks.constant_wins(spec, 30).hole is None

@@ -427,9 +427,13 @@ def said(*messages):
         ({"chosen": "Say no. No.", "rejected": "Say no. Yes."}, [ASK], ["No."], "Yes."),
     ],
 )
-def test_conversations_and_pairs_as_others_write_them(tmp_path, row, opening, answers, rejected):
+def test_conversations_and_pairs_as_others_write_them(tmp_path, row, initial_messages, answers, rejected):
     got = record(tmp_path, row)
-    assert got.opening == said(*opening) and [a.text for a in got.answers] == answers and got.rejected == rejected
+    assert (
+        got.initial_messages == said(*initial_messages)
+        and [a.text for a in got.answers] == answers
+        and got.rejected == rejected
+    )
 
 
 @pytest.mark.parametrize(
@@ -454,9 +458,9 @@ def test_a_choice_instead_of_dropping_a_column(tmp_path):
         record(tmp_path, row)
     assert e.value.setting == "Records.kind" and "Records.kind = 'pairs'" in e.value.remedy
     assert record(tmp_path, row, kind="pairs").rejected == "Yes."
-    assert record(tmp_path, row, kind="conversations").opening == said(BE, ASK)
+    assert record(tmp_path, row, kind="conversations").initial_messages == said(BE, ASK)
     assert record(tmp_path, row, answer_key="completion").answers[0].text == "Nope."
-    assert record(tmp_path, row, messages_key="messages").opening == said(BE, ASK)
+    assert record(tmp_path, row, messages_key="messages").initial_messages == said(BE, ASK)
     with pytest.raises(ConfigError, match="columns of different kinds"):
         record(tmp_path, row, kind="pairs", messages_key="messages")
     with pytest.raises(ConfigError, match="neither a prompt and an answer"):

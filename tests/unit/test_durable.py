@@ -37,7 +37,7 @@ def equal(one, other):
 
 
 def save(checkpoints, value):
-    progress = RunProgress(total_steps=value, step=value, waiting=f'{{"draw": {value}}}\n')
+    progress = RunProgress(total_steps=value, step=value, waiting=f'{{"prompt_index": {value}}}\n')
     name = checkpoints.next_name(progress)
     checkpoints.save(name, state(value), progress)
     return name

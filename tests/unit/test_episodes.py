@@ -78,8 +78,8 @@ def test_truncated_is_whose_answer_was_cut():
 
 def test_replayed_tokens_are_told_from_sampled_ones():
     mixed = trajectory(turn([1], [2, 3], version=-1), turn([4], [5], version=0), turn([6], [7, 8], version=12))
-    gold = trajectory(turn([1], [2], version=-1))
-    e = Episodes.of([[mixed, gold]], limit_tok=8)
+    reference = trajectory(turn([1], [2], version=-1))
+    e = Episodes.of([[mixed, reference]], limit_tok=8)
     np.testing.assert_array_equal(e.expert, [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]])
 
     part = turn([1], [2, 3, 4])

@@ -196,7 +196,7 @@ ALWAYS = {
         Reinforce(correction=Correction(weight_cap=None)), Reinforce(), exact=True
     ),
     "recorded pairs are sampled pairs": Same(PairDpo(), Dpo(), exact=True, groups=with_rewards(1.0, -1.0)),
-    "SFT is RFT on gold": Same(Sft(), Rft(), exact=True, groups=with_rewards(1.0)),
+    "SFT is RFT on reference answers": Same(Sft(), Rft(), exact=True, groups=with_rewards(1.0)),
     "distillation has SFT in it": Same(
         Distill(teacher="run_start", cross_entropy=0.7), Sft(), factor=0.7, groups=with_rewards(1.0)
     ),

@@ -82,12 +82,12 @@ def test_steps_outside_an_episode_are_errors():
 
 
 @pytest.mark.parametrize("spec", [FrozenLake(), FrozenLake(size=6, max_turns=16, frozen_prob=0.6, seed=5)])
-def test_gold_wins_50_random_lakes(spec):
+def test_reference_wins_50_random_lakes(spec):
     for index in range(50):
         env, _ = start(spec, spec.task(index))
         turns, done = 0, False
         while not done:
-            result = env.step(env.gold())
+            result = env.step(env.reference_answer())
             turns, done = turns + 1, result.terminated or result.truncated
         assert result.success and result.reward == 1, spec.task(index).content
         assert turns >= 2 * (spec.size - 1)
@@ -160,7 +160,7 @@ def test_ice_slips_to_each_side_with_a_third():
     assert set(seen) == {(1, 2), (2, 3), (3, 2)} and min(seen.values()) > 150
 
 
-def test_gold_on_ice_arrives_more_often_than_the_straight_way():
+def test_reference_on_ice_arrives_more_often_than_the_straight_way():
     spec = FrozenLake(slippery=True, max_turns=30, frozen_prob=0.7)
     firm = FrozenLake(max_turns=30, frozen_prob=0.7)
 
@@ -168,16 +168,16 @@ def test_gold_on_ice_arrives_more_often_than_the_straight_way():
         dry = firm.make()
         dry.reset(Task("frozen_lake", 0, "\n".join(env._lake)))
         dry._cell = env._cell
-        return dry.gold()
+        return dry.reference_answer()
 
     tasks = [spec.task(i) for i in range(150)]
-    best = checks.success_frac(spec, tasks, checks.gold)
+    best = checks.success_frac(spec, tasks, checks.reference_answer)
     assert best > checks.success_frac(spec, tasks, straight) + 0.1
-    assert checks.success_frac(spec, tasks, checks.gold) == best, "the same task slips the same way"
+    assert checks.success_frac(spec, tasks, checks.reference_answer) == best, "the same task slips the same way"
 
 
 def test_every_lake_can_be_crossed_in_time_even_where_most_cells_are_holes():
     spec = FrozenLake(size=7, max_turns=12, frozen_prob=0.05)
     lakes = [spec.task(i) for i in range(20)]
     assert len({t.id for t in lakes}) == 20
-    assert checks.success_frac(spec, lakes, checks.gold) == 1
+    assert checks.success_frac(spec, lakes, checks.reference_answer) == 1

@@ -167,12 +167,12 @@ def test_guess_number_does_what_gem_does():
     none = env.step("7")
     assert (none.reward, none.terminated, none.metrics) == (-0.1, True, {"illegal_n": 1})
     env, _ = start(spec, "7")
-    assert told(env, r"\boxed{11}") == "1-10?" and env.gold() == r"\boxed{5}"
+    assert told(env, r"\boxed{11}") == "1-10?" and env.reference_answer() == r"\boxed{5}"
 
 
 def test_guess_number_plain_answers_and_no_shaping():
     env, _ = start(GuessNumber(largest=10, max_turns=4), "7")
-    assert told(env, " 5\n") == "higher" and env.gold() == "8"
+    assert told(env, " 5\n") == "higher" and env.reference_answer() == "8"
     assert told(env, r"\boxed{7}") == "1-10?"
     told(env, "seven")
     assert env.step("6").reward == 0
@@ -182,7 +182,7 @@ def test_guess_number_plain_answers_and_no_shaping():
 def test_halving_finds_every_number(largest):
     spec = GuessNumber(largest=largest, max_turns=largest.bit_length())
     for secret in range(1, largest + 1):
-        assert checks.play(spec, Task("guess_number", 0, str(secret)), checks.gold).success
+        assert checks.play(spec, Task("guess_number", 0, str(secret)), checks.reference_answer).success
 
 
 # Countdown
@@ -295,20 +295,20 @@ def test_pegs(guess, secret, pegs):
     assert mastermind.pegs(guess, secret) == pegs == mastermind.pegs(secret, guess)
 
 
-def test_mastermind_tells_pegs_and_gold_agrees_with_them():
+def test_mastermind_tells_pegs_and_reference_agrees_with_them():
     env, seen = start(Mastermind(), "312")
     assert seen == "3 of 1-6"
-    assert told(env, "123") == "0b 3w" and env.gold() == "231"
+    assert told(env, "123") == "0b 3w" and env.reference_answer() == "231"
     assert told(env, "12") == told(env, "127") == told(env, "1 2 3") == "3 of 1-6"
     assert env.step(" 312\n").success
 
 
-def test_gold_breaks_every_code_in_the_turns_there_are():
+def test_reference_breaks_every_code_in_the_turns_there_are():
     spec = Mastermind()
     lengths = [
         len(e.results)
         for code in itertools.product("123456", repeat=3)
-        for e in [checks.play(spec, Task("mastermind", 0, "".join(code)), checks.gold)]
+        for e in [checks.play(spec, Task("mastermind", 0, "".join(code)), checks.reference_answer)]
         if e.success
     ]
     assert len(lengths) == 6**3 and max(lengths) == spec.max_turns
@@ -331,7 +331,7 @@ def test_sokoban_moves_pushes_and_shows_the_xsb_format():
     assert told(env, "up") == "######\n#.$  #\n# +$ #\n######", "a box against a wall"
     assert told(env, "right") == "######\n#.$  #\n# .@$#\n######"
     with pytest.raises(EnvError, match="no longer"):
-        env.gold()
+        env.reference_answer()
 
 
 def test_sokoban_rewards_of_the_paper():
@@ -350,7 +350,7 @@ def test_sokoban_rewards_of_the_paper():
     "spec",
     [Sokoban(), Sokoban(size=8, boxes=3, wall_frac=0.25, distance=6, max_turns=40), Sokoban(size=5, wall_frac=0.4)],
 )
-def test_levels_are_solvable_from_wherever_gold_still_knows_a_way(spec):
+def test_levels_are_solvable_from_wherever_reference_still_knows_a_way(spec):
     rng = random.Random(0)
     lost = 0
     for index in range(25):
@@ -361,7 +361,7 @@ def test_levels_are_solvable_from_wherever_gold_still_knows_a_way(spec):
                 env.step(env.random_action(rng))
         try:
             while not env._over:
-                result = env.step(env.gold())
+                result = env.step(env.reference_answer())
             assert result.success or result.truncated
         except EnvError:
             lost += 1
@@ -379,7 +379,7 @@ def test_solutions_are_shortest():
             } - seen
             seen |= layer
             depth += 1
-        assert len(checks.play(Sokoban(), Sokoban().task(index), checks.gold).results) == depth
+        assert len(checks.play(Sokoban(), Sokoban().task(index), checks.reference_answer).results) == depth
 
 
 # KeyDoor
@@ -399,7 +399,7 @@ def test_key_door():
     told(env, "down")
     assert told(env, "right") == "..#G\n..P.", "the door is gone too"
     assert env.step("right").truncated
-    assert [len(checks.play(spec, Task("key_door", 0, ROOMS), checks.gold).results)] == [5]
+    assert [len(checks.play(spec, Task("key_door", 0, ROOMS), checks.reference_answer).results)] == [5]
 
 
 def test_a_key_opens_one_door():
@@ -409,7 +409,7 @@ def test_a_key_opens_one_door():
     assert seen == "..#K.#.G\n....PD.."
     way = []
     while not env._over:
-        way.append(env.gold())
+        way.append(env.reference_answer())
         env.step(way[-1])
     assert len(way) == 8
 
@@ -423,7 +423,7 @@ def test_the_chain_tells_nothing_but_where_one_is():
     assert task.content.startswith("chain 1 ") and task.content.endswith(" walk 1")
     keys = task.content.split()[2]
     env, seen = start(spec, task.content)
-    assert seen == "c1 r0" and env.gold() == keys[0]
+    assert seen == "c1 r0" and env.reference_answer() == keys[0]
     assert told(env, "e") == "c1 r0", "no such key: a turn, and nothing else"
     assert told(env, keys[0].upper()) == "c1 r1" and told(env, keys[1]) == "c1 r2"
     assert env.step(keys[2]).reward == 1
@@ -500,28 +500,28 @@ def test_heat_undoes_cold_and_washing_neither():
     "content", ["clean plate sink plate=shelf", "cool egg fridge egg=box", "hot egg oven egg=safe"]
 )
 def test_a_thing_may_stay_where_it_becomes_what_it_shall_be(content):
-    assert checks.play(House(), Task("house", 0, content), checks.gold).success
+    assert checks.play(House(), Task("house", 0, content), checks.reference_answer).success
 
 
-def test_gold_looks_only_where_it_has_been():
+def test_reference_looks_only_where_it_has_been():
     """The actions are equal in two houses that have looked equal so far."""
     first, _ = start(House(), "place pen bed pen=safe")
     second, _ = start(House(), "place pen bed pen=drawer")
     for _ in range(6):
-        assert first.gold() == second.gold()
-        action = first.gold()
+        assert first.reference_answer() == second.reference_answer()
+        action = first.reference_answer()
         if first.step(action) != second.step(action):
             return
     pytest.fail("the two houses never differed")
 
 
-def test_gold_puts_down_what_it_does_not_need():
+def test_reference_puts_down_what_it_does_not_need():
     env, _ = start(House(), "place pen bed pen=desk cup=shelf")
     told(env, "take cup")
-    assert env.gold() == "put cup in shelf"
+    assert env.reference_answer() == "put cup in shelf"
     result = None
     while result is None or not (result.terminated or result.truncated):
-        result = env.step(env.gold())
+        result = env.step(env.reference_answer())
     assert result.success
 
 
@@ -529,4 +529,4 @@ def test_gold_puts_down_what_it_does_not_need():
 def test_every_kind_of_goal_is_made_and_reached(goals):
     spec = House(goals=goals, things=12)
     assert {spec.task(i).content.split()[0] for i in range(20)} == set(goals)
-    assert checks.success_frac(spec, [spec.task(i) for i in range(60)], checks.gold) == 1
+    assert checks.success_frac(spec, [spec.task(i) for i in range(60)], checks.reference_answer) == 1

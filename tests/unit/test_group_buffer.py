@@ -19,11 +19,11 @@ from rolljax.rollout.shares import StepPlan, normalised
 
 def fill(buffer, version):
     """Begin all that may begin; their draws."""
-    return [e.draw for e in iter(lambda: buffer.start(version), None)]
+    return [e.prompt_index for e in iter(lambda: buffer.start(version), None)]
 
 
 def draws(entries):
-    return None if entries is None else [e.draw for e in entries]
+    return None if entries is None else [e.prompt_index for e in entries]
 
 
 # ---- by hand
@@ -63,12 +63,12 @@ def test_a_group_that_would_be_too_old_is_let_go():
     assert draws(buffer.take(1)) == [3, 5]
     assert draws(buffer.expire(2)) == [2]
     assert buffer.dropped == {"late": 1}
-    assert [(e.draw, e.age(2)) for e in buffer] == [(4, 1)]  # which began at version 1 and may still be trained
+    assert [(e.prompt_index, e.age(2)) for e in buffer] == [(4, 1)]  # which began at version 1 and may still be trained
     assert fill(buffer, 2) == [6, 7, 8]
 
 
 def test_with_redraw_a_late_group_starts_again_and_is_kept():
-    buffer = flash_trace("redraw")
+    buffer = flash_trace("resample")
     assert draws(buffer.take(1)) == [3, 5]
     assert draws(buffer.expire(2)) == [2]
     assert fill(buffer, 2) == [2, 6, 7]  # before any new one
@@ -95,18 +95,18 @@ def test_staleness_counts_from_the_start():
     at version 3, however long it took."""
     buffer = GroupBuffer(Admission(1, num_steps=9, async_ratio=1, late="drop"))
     first, second = buffer.start(0), buffer.start(0)
-    buffer.finished(second.draw)
+    buffer.finished(second.prompt_index)
     assert buffer.take(0) == [second]
     assert buffer.expire(1) == []
     third = buffer.start(1)
-    buffer.finished(third.draw)
+    buffer.finished(third.prompt_index)
     assert buffer.take(1) == [third]
     assert buffer.expire(2) == [first]  # it began at version 0
     fourth, fifth = buffer.start(2), buffer.start(2)
-    buffer.finished(fifth.draw)
+    buffer.finished(fifth.prompt_index)
     assert buffer.take(2) == [fifth]
     assert [e.age(3) for e in buffer] == [1] and buffer.expire(3) == []
-    buffer.finished(fourth.draw)
+    buffer.finished(fourth.prompt_index)
     assert buffer.take(3) == [fourth]  # as old as it may be, and before any younger one
 
 
@@ -123,7 +123,7 @@ def test_fractions(ratio, prompts, ahead):
     fill(buffer, 1)
     for version in range(1, 12):
         for entry in [e for e in buffer if not e.ready]:
-            buffer.finished(entry.draw)
+            buffer.finished(entry.prompt_index)
         taken = buffer.take(version)
         ages = [e.age(version) for e in taken]
         assert max(ages) == min(version, math.ceil(ratio))  # the bound is reached
@@ -172,7 +172,7 @@ def test_in_rounds_nothing_begins_beside_what_runs():
 
 
 def test_in_rounds_nobody_waits_for_what_was_let_go():
-    buffer = GroupBuffer(Admission(2, num_steps=3, spare_prompts=2, late="redraw", in_rounds=True))
+    buffer = GroupBuffer(Admission(2, num_steps=3, spare_prompts=2, late="resample", in_rounds=True))
     assert fill(buffer, 0) == [0, 1, 2, 3]
     buffer.finished(0), buffer.finished(2)
     assert draws(buffer.take(0)) == [0, 2]
@@ -202,8 +202,8 @@ def test_a_round_of_tail_batching():
     assert math.ceil(tail.eta * 2) == 3
     done = sorted((sorted(responses)[2 - 1], draw) for draw, responses in enumerate(times))
     while (taken := buffer.take(0)) is None:
-        end, draw = done.pop(0)
-        buffer.finished(draw)
+        end, prompt_index = done.pop(0)
+        buffer.finished(prompt_index)
     assert end == 8 and draws(taken) == [0, 1, 2, 3]
     assert draws(buffer.expire(1)) == [4]
 
@@ -220,11 +220,11 @@ def test_spares_of_a_domain_that_steps_no_longer_train_count_as_spares():
 
 def test_spares_that_begin_again_are_prompts_of_later_steps():
     plan = StepPlan(2, lambda step: {"a": 0.5, "b": 0.5})
-    buffer = GroupBuffer(Admission(2, num_steps=2, spare_prompts=1, late="redraw"), plan)
+    buffer = GroupBuffer(Admission(2, num_steps=2, spare_prompts=1, late="resample"), plan)
     assert [e.domain for e in iter(lambda: buffer.start(0), None)] == ["a", "b", "a"]
     buffer.finished(0), buffer.finished(1)
     assert draws(buffer.take(0)) == [0, 1] and draws(buffer.expire(1)) == [2]
-    assert [(e.draw, e.domain) for e in iter(lambda: buffer.start(1), None)] == [(2, "a"), (3, "b")]
+    assert [(e.prompt_index, e.domain) for e in iter(lambda: buffer.start(1), None)] == [(2, "a"), (3, "b")]
     buffer.finished(2), buffer.finished(3)
     assert draws(buffer.take(1)) == [2, 3] and buffer.num_drawn == 4 and len(buffer) == 0
 
@@ -252,14 +252,19 @@ def begun(**settings):
 
 def test_what_is_ready_is_ready_and_what_was_in_flight_begins_again_first():
     buffer = restored(begun())
-    assert [(e.draw, e.version, e.ready) for e in buffer] == [(2, 0, True), (4, 0, True)]
-    assert [(e.draw, e.version) for e in iter(lambda: buffer.start(1), None)] == [(3, 1), (5, 1), (6, 1), (7, 1)]
+    assert [(e.prompt_index, e.version, e.ready) for e in buffer] == [(2, 0, True), (4, 0, True)]
+    assert [(e.prompt_index, e.version) for e in iter(lambda: buffer.start(1), None)] == [
+        (3, 1),
+        (5, 1),
+        (6, 1),
+        (7, 1),
+    ]
     assert buffer.num_started == 8
     assert draws(buffer.take(1)) == [2, 4]
 
 
 def test_a_state_does_not_change_with_its_buffer():
-    buffer = flash_trace("redraw")
+    buffer = flash_trace("resample")
     buffer.take(1), buffer.expire(2)
     state = buffer.state()
     before = json.dumps(state)
@@ -329,7 +334,7 @@ def test_in_rounds_a_replacement_waits_for_what_begins_again():
 
 def in_order(state):
     """A state with its groups in the order of their draws."""
-    return state | {"entries": sorted(state["entries"], key=lambda e: e["draw"])}
+    return state | {"entries": sorted(state["entries"], key=lambda e: e["prompt_index"])}
 
 
 class Play:
@@ -370,21 +375,23 @@ class Play:
     def begin(self):
         """All groups begin that may."""
         while (entry := self.buffer.start(self.version)) is not None:
-            assert self.domains.setdefault(entry.draw, entry.domain) == entry.domain, "a draw has changed its domain"
+            assert self.domains.setdefault(entry.prompt_index, entry.domain) == entry.domain, (
+                "a draw has changed its domain"
+            )
             assert len(self.buffer) <= self.room(), "more groups than the capacity"
-            assert entry.draw not in self.replaced
+            assert entry.prompt_index not in self.replaced
             if self.round_goes_on:
-                assert entry.draw in self.in_flight, "a group begins next to an unfinished round"
-            self.in_flight.add(entry.draw)
-            seconds, signal, failed = self.seconds(entry.draw, self.starts)
-            heapq.heappush(self.running, (self.now + seconds, self.starts, entry.draw, signal, failed))
+                assert entry.prompt_index in self.in_flight, "a group begins next to an unfinished round"
+            self.in_flight.add(entry.prompt_index)
+            seconds, signal, failed = self.seconds(entry.prompt_index, self.starts)
+            heapq.heappush(self.running, (self.now + seconds, self.starts, entry.prompt_index, signal, failed))
             self.starts += 1
             self.called()
 
     def finish(self):
         """The group that takes the shortest time ends."""
         self.now, _, draw, signal, failed = heapq.heappop(self.running)
-        assert any(e.draw == draw and not e.ready for e in self.buffer), "a dropped group is done"
+        assert any(e.prompt_index == draw and not e.ready for e in self.buffer), "a dropped group is done"
         self.in_flight.remove(draw)
         if not self.buffer.finished(draw, has_signal=signal, failed=failed):
             self.replaced.add(draw)
@@ -399,11 +406,11 @@ class Play:
         while (taken := self.buffer.take(self.version)) is None:
             assert self.running, "a step waits, and nothing is in flight"
             self.finish()
-        gone = {e.draw for e in self.buffer.expire(self.version + 1)}
+        gone = {e.prompt_index for e in self.buffer.expire(self.version + 1)}
         self.in_flight -= gone
         self.running = [r for r in self.running if r[2] not in gone]
         heapq.heapify(self.running)
-        self.steps.append([(e.draw, e.age(self.version)) for e in taken])
+        self.steps.append([(e.prompt_index, e.age(self.version)) for e in taken])
         self.taken_at, self.no_signal, self.round_goes_on = self.version, 0, False
         self.called()
         self.begin()
@@ -427,7 +434,7 @@ def admissions(draw):
         tail = TailBatching(draw(st.sampled_from([1.25, 1.5, 2.0])), epoch=draw(st.sampled_from([0, 3, 7])))
         return Admission(prompts, steps, max_replaced=replaced, tail=tail)
     ratio = draw(st.one_of(st.just(0.0), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 4.0]), st.floats(0, 3)))
-    late = draw(st.sampled_from(["wait", "redraw", "drop"]))
+    late = draw(st.sampled_from(["wait", "resample", "drop"]))
     spare = 0 if late == "wait" else draw(st.integers(0, 4))
     late = late if ratio or spare else "wait"
     return Admission(prompts, steps, ratio, spare, late, replaced, in_rounds=ratio == 0 and draw(st.booleans()))
@@ -515,7 +522,7 @@ def test_shares_are_exact_over_a_thousand_steps(ratio):
     """The shares of the trained groups, with groups that are replaced, late and restarted."""
     shares = {"math": 0.45, "code": 0.35, "judge": 0.2}
     rng = np.random.default_rng(0)
-    rules = Admission(7, 1000, ratio, late="redraw" if ratio else "wait", max_replaced=70)
+    rules = Admission(7, 1000, ratio, late="resample" if ratio else "wait", max_replaced=70)
     plan = lambda: StepPlan(7, lambda step: shares)  # noqa: E731
     played = play(rules, lambda d, s: (float(rng.lognormal(0, 1)), bool(rng.random() > 0.4), False), (500,), plan)
     total, dropped = Counter(played.domains[d] for step in played.steps for d, _ in step), played.buffer.dropped
@@ -525,7 +532,7 @@ def test_shares_are_exact_over_a_thousand_steps(ratio):
 
 def test_what_is_replaced_is_replaced_by_its_domain():
     buffer = GroupBuffer(Admission(5, 1, max_replaced=9), StepPlan(5, lambda step: {"a": 0.4, "b": 0.6}))
-    begun = {e.draw: e.domain for e in iter(lambda: buffer.start(0), None)}
+    begun = {e.prompt_index: e.domain for e in iter(lambda: buffer.start(0), None)}
     assert sorted(begun.values()) == ["a", "a", "b", "b", "b"]
     bad = next(draw for draw, domain in begun.items() if domain == "a")
     assert not buffer.finished(bad, has_signal=False)

@@ -195,10 +195,10 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     trainer = make_trainer(model, Sft())
     before = fingerprint(trainer.base)
     start = jax.device_get(jax.jit(lambda: model.init(0))())
-    state, carry, losses = trainer.states.init(start), {}, []
+    state, algorithm_state, losses = trainer.states.init(start), {}, []
     for step in range(50):
-        state, done = trainer.step(state, groups, carry, step)
-        carry = done.carry
+        state, done = trainer.step(state, groups, algorithm_state, step)
+        algorithm_state = done.algorithm_state
         losses.append(done.row["loss/total"])
         assert done.row["optim/updates_n"] == 1
     assert losses[-1] < 0.6 * losses[0]

@@ -63,7 +63,7 @@ class SayEnv(Env):
         right = action.strip() == self.answer
         return StepResult((), float(right), terminated=True, success=right)
 
-    def gold(self):
+    def reference_answer(self):
         return self.answer
 
 
@@ -93,9 +93,9 @@ def test_everything_goes_by_the_domain():
     assert spec.final_answer(spec.task(1), " 7") == "long:7"
     env = spec.make()
     for index in (4, 5):
-        opening = env.reset(spec.task(index))
-        assert opening[0].content == spec.task(index).content
-        assert env.step(env.gold()).success
+        initial_messages = env.reset(spec.task(index))
+        assert initial_messages[0].content == spec.task(index).content
+        assert env.step(env.reference_answer()).success
     with pytest.raises(EnvError, match="not reset"):
         spec.make().step("x")
     assert dict(spec.specs) == {"short": spec.of["short"].env, "long": two.env}
@@ -209,7 +209,7 @@ def test_episodes_run_where_each_domain_belongs():
             task = spec.task(index)
             episode = await pool.open(task)
             assert episode.domain == task.env
-            assert (await episode.step(await episode.gold())).success
+            assert (await episode.step(await episode.reference_answer())).success
             await episode.close()
         with pytest.raises(EnvError, match="the mixture has"):
             await pool.open(Task("nowhere", 0, ""))
@@ -280,12 +280,14 @@ def test_a_curriculum_favours_what_is_neither_hard_nor_easy():
     assert unlucky.shares(1) == {"a": 0.25, "b": 0.75}  # nothing is near the target
 
 
-def group(domain, *solved, status="ok", draw=0):
+def group(domain, *solved, status="ok", prompt_index=0):
     task = Task(domain, 0, "x")
     none = np.zeros(0, np.int32)
     turn = Turn(none, none, none.astype(np.float32), none, "stop", 0.0, "x")
-    members = (Trajectory(Key(0, draw, i), task, (turn,), float(s), {}, bool(s), status) for i, s in enumerate(solved))
-    return Group(task, draw, tuple(members))
+    members = (
+        Trajectory(Key(0, prompt_index, i), task, (turn,), float(s), {}, bool(s), status) for i, s in enumerate(solved)
+    )
+    return Group(task, prompt_index, tuple(members))
 
 
 # ---- what training does with domains
@@ -298,7 +300,7 @@ def row_of(add, *args):
 
 def test_rows_by_domain():
     spec = mixture(a=1.0, b=1.0, c=1.0)
-    groups = [group("a", 1, 0), group("b", 1, 1, draw=1), group("b", 0, 0, draw=2)]
+    groups = [group("a", 1, 0), group("b", 1, 1, prompt_index=1), group("b", 0, 0, prompt_index=2)]
     row = row_of(add_domains, groups[:2], groups, spec)
     assert row["domain/a/reward_mean"] == 0.5 and row["domain/b/success_frac"] == 0.5
     assert (row["domain/a/trained_n"], row["domain/b/trained_n"], row["domain/c/trained_n"]) == (1, 1, 0)
@@ -313,14 +315,14 @@ def filtered(groups, cfg, own):
 
 
 def test_each_domain_has_its_own_filter():
-    tampering = dataclass_metrics(group("a", 1, 1, draw=1))
-    lost = group("b", 0, 0, status="failed", draw=2)
-    groups = [tampering, group("b", 1, 0, draw=3), lost, group("a", 1, 0, draw=4)]
+    tampering = dataclass_metrics(group("a", 1, 1, prompt_index=1))
+    lost = group("b", 0, 0, status="failed", prompt_index=2)
+    groups = [tampering, group("b", 1, 0, prompt_index=3), lost, group("a", 1, 0, prompt_index=4)]
     own = {"a": DomainSettings(filters=FilterConfig(tampering="drop"))}
     kept = filtered(groups, FilterConfig(max_failed_frac=0.5), own)
-    assert [k[0].key.draw for k in kept] == [3, 4]
+    assert [k[0].key.prompt_index for k in kept] == [3, 4]
     kept = filtered(groups, FilterConfig(max_failed_frac=0.4), own)
-    assert [k[0].key.draw for k in kept] == [4]  # too much of b was lost, which says nothing of a
+    assert [k[0].key.prompt_index for k in kept] == [4]  # too much of b was lost, which says nothing of a
     assert len(filtered(groups, FilterConfig(max_failed_frac=0.4), {})) == 3
 
 
@@ -419,7 +421,7 @@ def test_what_cannot_be_is_refused(make, said):
 
 
 def test_what_can_be_is_not():
-    build(mixture=Curriculum(), async_ratio=1.0, late="redraw", spare_prompts=2)
+    build(mixture=Curriculum(), async_ratio=1.0, late="resample", spare_prompts=2)
     build(algorithm=Distill("run_start"), mixture=Ddk(), group_size=1)
     build(algorithm=Opd(teachers=(Teacher("run_start", domains=("a",)), Teacher("phase_start", domains=("b",)))))
     build(domains={"a": DomainSettings(max_answer_tok=8)})

@@ -56,8 +56,8 @@ class Watched(AsyPpo):
 
     seen: list = dataclasses.field(default_factory=list, hash=False, compare=False)
 
-    def credit(self, e, carry):
-        result = super().credit(e, carry)
+    def credit(self, e, algorithm_state):
+        result = super().credit(e, algorithm_state)
         self.seen.append((e, result))
         return result
 
@@ -119,13 +119,13 @@ def baselines_gae(last_rewards, values, mask, gamma=1.0, lam=0.95):
     """baselines/ppo2/runner.py, advantage_and_returns; `last_rewards` holds an answer's reward on all of its tokens."""
     out = np.zeros(mask.shape)
     for n, length in enumerate(mask.sum(1)):
-        carry = 0.0
+        algorithm_state = 0.0
         for t in reversed(range(length)):
             last = t == length - 1
             reward = last_rewards[n, t] if last else 0.0
             delta = reward + (0.0 if last else gamma * values[n, t + 1]) - values[n, t]
-            carry = delta + (0.0 if last else gamma * lam * carry)
-            out[n, t] = carry
+            algorithm_state = delta + (0.0 if last else gamma * lam * algorithm_state)
+            out[n, t] = algorithm_state
     return out
 
 

@@ -74,7 +74,7 @@ class OneAnswerEnv(Env):
         right = action.startswith("x")
         return StepResult((), float(right), terminated=True, success=right)
 
-    def gold(self):
+    def reference_answer(self):
         return "x"
 
 
@@ -125,15 +125,15 @@ class Drawn:
         self.experts = False
 
     async def act(self, prompt_ids, episode, key, turn):
-        self.begun.append(key.draw)
+        self.begun.append(key.prompt_index)
         first = self.version
         if self.error:
             raise self.error
-        prompt, own = (np.random.default_rng([key.stream, key.draw, s]) for s in (1000, key.sibling))
+        prompt, own = (np.random.default_rng([key.stream, key.prompt_index, s]) for s in (1000, key.sibling))
         size = 3.0 + self.by_prompt * prompt.normal() + self.by_sibling * own.normal()
         length = int(np.clip(np.exp(size), 1, LIMIT))
-        longer = 10 * LIMIT if key.draw in self.slow and first == 0 else 0
-        await self.clock.sleep(length + longer, (key.draw, key.sibling))
+        longer = 10 * LIMIT if key.prompt_index in self.slow and first == 0 else 0
+        await self.clock.sleep(length + longer, (key.prompt_index, key.sibling))
         tokens = np.full(length, token("x" if own.random() < self.right else "y"), np.int32)
         versions = np.linspace(first, self.version, length).astype(np.int32)
         sampled = Sampled.of(tokens, np.zeros(length, np.float32), versions)
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def draws(self):
-        return [g.draw for g in self.trained]
+        return [g.prompt_index for g in self.trained]
 
     @property
     def mean_length(self):
@@ -258,9 +258,9 @@ class Run:
         account, gone = DrawAccount(self.phase), set()
         for line in self.lines:
             account.add(line)
-            gone |= {*line.draws, *(draw for draws in line.dropped.values() for draw in draws)}
+            gone |= {*line.prompt_indices, *(draw for draws in line.dropped.values() for draw in draws)}
             assert gone | {*map(int, line.waiting)} == {*range(account.num_drawn)}
-            assert not {*line.draws} & {*map(int, line.waiting)}
+            assert not {*line.prompt_indices} & {*map(int, line.waiting)}
 
     def write_log(self, folder):
         """What a run writes of its steps; returns the log that it can be replayed from."""
@@ -277,9 +277,11 @@ class Run:
     def check_tasks(self):
         """Every draw is the task at that place of the stream."""
         stream = TaskStream(self.recipe.env, 0, 0.1)
-        tasks = [next(stream) for _ in range(max(self.draws) + 1)]
-        assert all(g.task == tasks[g.draw] for g in self.trained)
-        assert all(t.task == g.task and t.key.draw == g.draw for g in self.trained for t in g.trajectories)
+        tasks = [next(stream) for _ in range(max(self.prompt_indices) + 1)]
+        assert all(g.task == tasks[g.prompt_index] for g in self.trained)
+        assert all(
+            t.task == g.task and t.key.prompt_index == g.prompt_index for g in self.trained for t in g.trajectories
+        )
 
 
 # ---- lengths ----------------------------------------------------------------------------------------------------------
@@ -287,8 +289,8 @@ class Run:
 EVERY_PROMPT = {
     "ratio 1": {"async_ratio": 1.0},
     "ratio 2.5": {"async_ratio": 2.5},
-    "ratio 1, restarted": {"async_ratio": 1.0, "late": "redraw"},
-    "spares, restarted": {"spare_prompts": SPARES, "late": "redraw"},
+    "ratio 1, restarted": {"async_ratio": 1.0, "late": "resample"},
+    "spares, restarted": {"spare_prompts": SPARES, "late": "resample"},
     "tail batching": {"tail_batching": TailBatching(1.25)},
 }
 
@@ -304,7 +306,7 @@ def test_trained_answers_are_as_long_as_in_synchronous_training(chat, name):
     assert plain.mean_length == pytest.approx(27, rel=0.15)
     assert run.mean_length == pytest.approx(plain.mean_length, rel=0.02)
     for each in (plain, run):
-        assert sorted(each.draws) == list(range(24 * PROMPTS))
+        assert sorted(each.prompt_indices) == list(range(24 * PROMPTS))
         each.check_conserved(), each.check_tasks()
     assert run.policy.clock.now < plain.policy.clock.now
     assert (run.total("late") > 0) == (name not in ("ratio 1", "ratio 2.5"))
@@ -327,7 +329,7 @@ def test_long_rounds_are_those_of_prompts_that_waited(chat):
     with Run(chat, phase(24, tail_batching=TailBatching()), Drawn(by_prompt=0.8)) as run:
         run.all()
     long = [row["groups/long_rounds_n"] for row in run.rows]
-    counts = [{run.policy.begun.count(g.draw) for g in step.trained} for step in run.steps]
+    counts = [{run.policy.begun.count(g.prompt_index) for g in step.trained} for step in run.steps]
     short = math.ceil(1.25 * SIBLINGS)
     assert all(
         found == ({short + SIBLINGS} if is_long else {short}) for found, is_long in zip(counts[:-1], long, strict=False)
@@ -350,7 +352,7 @@ def test_what_is_let_go_for_good_was_long(chat, settings):
     with Run(chat, phase(24), Drawn(**lengths)) as plain, Run(chat, phase(24, late="drop", **settings)) as run:
         run.policy, run.train_s = Drawn(**lengths), 0
         plain.all(), run.all()
-    assert len(set(run.draws)) == len(run.draws) == 24 * PROMPTS and run.total("late") > 0
+    assert len(set(run.prompt_indices)) == len(run.prompt_indices) == 24 * PROMPTS and run.total("late") > 0
     if "spare_prompts" in settings:
         assert [row["groups/late_n"] for row in run.rows] == [SPARES] * 24
         assert [row["groups/waiting_n"] for row in run.rows] == [0] * 24
@@ -368,15 +370,15 @@ def test_of_spare_siblings_the_slowest_are_let_go(chat):
 
 
 def test_a_group_begins_again_with_the_answers_that_made_it_slow(chat):
-    with Run(chat, phase(3, spare_prompts=SPARES, late="redraw")) as run, Run(chat, phase(3)) as plain:
+    with Run(chat, phase(3, spare_prompts=SPARES, late="resample")) as run, Run(chat, phase(3)) as plain:
         run.policy.slow = {3, 5}
         run.all(), plain.all()
     first, second, _ = run.steps
-    assert [g.draw for g in first.trained] == [0, 1, 2, 4, 6, 7, 8, 9]
-    assert {3, 5} < {g.draw for g in second.trained}
+    assert [g.prompt_index for g in first.trained] == [0, 1, 2, 4, 6, 7, 8, 9]
+    assert {3, 5} < {g.prompt_index for g in second.trained}
     assert [run.policy.begun.count(d) for d in (3, 4, 5)] == [2 * SIBLINGS, SIBLINGS, 2 * SIBLINGS]
-    want = {g.draw: [t.num_sampled_tok for t in g.trajectories] for g in plain.trained}
-    assert want == {g.draw: [t.num_sampled_tok for t in g.trajectories] for g in run.trained}
+    want = {g.prompt_index: [t.num_sampled_tok for t in g.trajectories] for g in plain.trained}
+    assert want == {g.prompt_index: [t.num_sampled_tok for t in g.trajectories] for g in run.trained}
 
 
 # ---- dynamic sampling -----------------------------------------------------------------------------------------------
@@ -394,7 +396,9 @@ def test_groups_without_a_signal_are_replaced(chat, settings):
     for row, step in zip(run.rows, run.steps, strict=True):
         lengths = [t.num_sampled_tok for g in step.dropped for t in g.trajectories]
         assert row.get("groups/no_signal_len_tok") == (pytest.approx(np.mean(lengths)) if lengths else None)
-    assert not {g.draw for g in dropped} & set(run.draws) and len(set(run.draws)) == 25 * PROMPTS
+    assert (
+        not {g.prompt_index for g in dropped} & set(run.prompt_indices) and len(set(run.prompt_indices)) == 25 * PROMPTS
+    )
     run.check_conserved(), run.check_tasks()
 
 
@@ -406,7 +410,7 @@ def test_groups_without_a_signal_are_replaced_while_others_run(chat):
 
         async def noted(prompt_ids, episode, key, turn):
             found = await act(prompt_ids, episode, key, turn)
-            done.append((key.draw, set(begun)))
+            done.append((key.prompt_index, set(begun)))
             return found
 
         run.policy.act = noted
@@ -439,12 +443,12 @@ def test_episodes_that_fail_are_data(chat, settings):
     with Run(chat, phase(10, **settings), broken=4) as run:
         run.all()
     failed = [g for g in run.trained if all(t.status == "failed" for t in g.trajectories)]
-    assert {g.draw for g in failed} == {g.draw for g in run.trained if g.task.index % 4 == 0} and failed
-    assert len(run.trained) == 10 * PROMPTS and len(set(run.draws)) == len(run.draws)
+    assert {g.prompt_index for g in failed} == {g.prompt_index for g in run.trained if g.task.index % 4 == 0} and failed
+    assert len(run.trained) == 10 * PROMPTS and len(set(run.prompt_indices)) == len(run.prompt_indices)
     run.check_conserved(), run.check_tasks()
 
 
-@pytest.mark.parametrize("late", ["drop", "redraw"])
+@pytest.mark.parametrize("late", ["drop", "resample"])
 def test_spares_take_the_place_of_groups_that_fail(chat, late):
     with Run(chat, phase(10, spare_prompts=PROMPTS, late=late), broken=8) as run:
         run.all()
@@ -493,7 +497,7 @@ GOING_ON = {
     "dynamic sampling": {"rounds": 30},
     "ratio .5": {"async_ratio": 0.5},
     "ratio 2": {"async_ratio": 2.0},
-    "ratio 2, restarted": {"async_ratio": 2.0, "late": "redraw", "spare_prompts": 2},
+    "ratio 2, restarted": {"async_ratio": 2.0, "late": "resample", "spare_prompts": 2},
     "ratio 2, replaced": {"async_ratio": 2.0, "rounds": 30},
     "ratio 1, dropped": {"async_ratio": 1.0, "late": "drop", "spare_prompts": 2},
     "tail batching": {"tail_batching": TailBatching()},
@@ -510,10 +514,10 @@ def test_a_run_that_goes_on_loses_nothing_and_trains_nothing_twice(chat, name, s
             run.until(step, stop)
         run.all()
     assert [len(groups.trained) for groups in run.steps] == [PROMPTS] * 8
-    assert len(set(run.draws)) == 8 * PROMPTS
+    assert len(set(run.prompt_indices)) == 8 * PROMPTS
     gone = int(run.total("no_signal"))
     if settings.get("late") != "drop":
-        assert len(set(range(8 * PROMPTS + gone)) - set(run.draws)) == gone
+        assert len(set(range(8 * PROMPTS + gone)) - set(run.prompt_indices)) == gone
     run.check_conserved(), run.check_tasks()
 
 
@@ -535,11 +539,11 @@ def test_steps_of_a_log_are_trained_again_and_what_follows_is_played(chat, tmp_p
     for ours, theirs, line in zip(again.steps, run.steps, log.steps, strict=False):
         assert plain(ours) == plain(theirs) and ours.start_ages == theirs.start_ages and ours.logged == line
     assert [s.logged is None for s in again.steps] == [False] * 5 + [True] * 3
-    assert len(set(again.draws)) == len(again.draws) == 8 * PROMPTS
-    assert not {g.draw for s in again.steps[:5] for g in s.all} & set(again.policy.begun)
+    assert len(set(again.prompt_indices)) == len(again.prompt_indices) == 8 * PROMPTS
+    assert not {g.prompt_index for s in again.steps[:5] for g in s.all} & set(again.policy.begun)
     gone = int(again.total("no_signal"))
     if settings.get("late") != "drop":
-        assert len(set(range(8 * PROMPTS + gone)) - set(again.draws)) == gone
+        assert len(set(range(8 * PROMPTS + gone)) - set(again.prompt_indices)) == gone
     again.check_conserved(), again.check_tasks()
 
 
@@ -547,15 +551,17 @@ def test_what_waits_is_saved_and_not_played_again(chat):
     with Run(chat, phase(6, async_ratio=2.0)) as run:
         run.until(2, begun)
         state = run.progress.groups["buffer"]
-        ready = {entry["draw"] for entry in state["entries"] if entry["ready"]}
-        again = {entry["draw"] for entry in state["entries"]} - ready
+        ready = {entry["prompt_index"] for entry in state["entries"] if entry["ready"]}
+        again = {entry["prompt_index"] for entry in state["entries"]} - ready
         lines = [json.loads(line) for line in run.progress.waiting.splitlines()]
-        assert ready == {line["draw"] for line in lines} and ready and again
+        assert ready == {line["prompt_index"] for line in lines} and ready and again
         run.policy.begun.clear()
         run.all()
     assert not ready & set(run.policy.begun) and again < set(run.policy.begun)
-    saved = {line["draw"]: line for line in lines}
-    assert [g.to_json() for g in run.trained if g.draw in ready] == [saved[d] for d in run.draws if d in ready]
+    saved = {line["prompt_index"]: line for line in lines}
+    assert [g.to_json() for g in run.trained if g.prompt_index in ready] == [
+        saved[d] for d in run.prompt_indices if d in ready
+    ]
 
 
 def test_what_cannot_be_written_is_played_again(chat):
@@ -566,7 +572,7 @@ def test_what_cannot_be_written_is_played_again(chat):
         assert run.rows[-1]["groups/ready_n"] > 0 and not run.progress.waiting
         assert entries and not any(entry["ready"] for entry in entries)
         run.all()
-    assert sorted(run.draws) == list(range(4 * PROMPTS))
+    assert sorted(run.prompt_indices) == list(range(4 * PROMPTS))
     assert all(turn.experts is not None for g in run.trained for t in g.trajectories for turn in t.turns)
     run.check_conserved()
 
@@ -582,7 +588,7 @@ def test_a_checkpoint_that_is_due_has_what_waits(chat):
         assert waiting[:2] == [0, 0] and waiting[2] == run.rows[2]["groups/ready_n"] > 0
         run.go_on()
         run.all()
-    assert sorted(run.draws) == list(range(6 * PROMPTS))
+    assert sorted(run.prompt_indices) == list(range(6 * PROMPTS))
     run.check_conserved()
 
 
@@ -600,7 +606,7 @@ def test_a_phase_with_more_steps_continues_after_its_end(chat, name):
         run.phase = phase(6, **GOING_ON[name])
         run.recipe = dataclasses.replace(run.recipe, phases=(run.phase,))
         run.all()
-    assert sorted(run.draws) == list(range(6 * PROMPTS))
+    assert sorted(run.prompt_indices) == list(range(6 * PROMPTS))
     run.check_conserved(), run.check_tasks()
 
 
@@ -653,7 +659,7 @@ WITH_DOMAINS = {
     "synchronous": {},
     "dynamic sampling": {"rounds": 5},
     "ratio 1.5": {"async_ratio": 1.5},
-    "restarted": {"async_ratio": 1.0, "late": "redraw", "spare_prompts": SPARES},
+    "restarted": {"async_ratio": 1.0, "late": "resample", "spare_prompts": SPARES},
     "dropped, dynamic sampling": {"async_ratio": 1.0, "late": "drop", "rounds": 5},
 }
 
@@ -680,9 +686,9 @@ def test_every_step_trains_the_shares_of_its_domains(chat, tmp_path, name):
         assert [g.to_json() for g in ours.trained] == [g.to_json() for g in theirs.trained] and ours.logged == line
     for each in (run, again):
         each.check_conserved()
-        assert len(set(each.draws)) == len(each.draws) == 8 * PROMPTS
+        assert len(set(each.prompt_indices)) == len(each.prompt_indices) == 8 * PROMPTS
         if settings.get("late") != "drop" and "rounds" not in settings:
-            assert sorted(each.draws) == list(range(8 * PROMPTS))  # spares too
+            assert sorted(each.prompt_indices) == list(range(8 * PROMPTS))  # spares too
         for step, row in zip(run.steps, run.rows, strict=True):
             number = sum(g.task.env == "x" for g in step.trained)
             assert abs(number - PROMPTS * row["domain/x/share_frac"]) < 1

@@ -358,7 +358,7 @@ def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, al
     found = make_trainer(model, algorithm, references=dict.fromkeys(algorithm.needs().references, (model, params)))
     state = found.states.init(params)
     step_state, step = found.step(state, [], {"kl_coef": 0.5}, 0)
-    assert step_state is state and step.carry == {"kl_coef": 0.5} and step.num_trained == 0
+    assert step_state is state and step.algorithm_state == {"kl_coef": 0.5} and step.num_trained == 0
     assert metrics.check_row(step.row) == [] and step.row["optim/updates_n"] == 0
 
 
@@ -368,15 +368,15 @@ def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, pa
         Grpo(aggregation="token-mean", kl=KlLoss(0.1, adaptive=AdaptiveKl(0.01, horizon=16))),
         references=references,
     )
-    state, carry, used = found.states.init(params), {}, []
+    state, algorithm_state, used = found.states.init(params), {}, []
     for step in range(3):
-        state, result = found.step(state, groups, carry, step)
+        state, result = found.step(state, groups, algorithm_state, step)
         row = result.row
         used.append(row["kl/coef"])
-        assert used[-1] == carry.get("kl_coef", 0.1)
+        assert used[-1] == algorithm_state.get("kl_coef", 0.1)
         assert row["loss/total"] - row["loss/policy"] == pytest.approx(used[-1] * row["kl/ref_nat"], rel=1e-4)
         assert row["kl/ref_nat"] > 0.02 and metrics.check_row(row) == []
-        carry = result.carry
+        algorithm_state = result.algorithm_state
     assert used == pytest.approx([0.1, 0.12, 0.144])  # the KL is above its target: a fifth more each step
     assert found.policy_update._cache_size() == 1
 

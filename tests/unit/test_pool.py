@@ -35,7 +35,7 @@ class Scripted(EnvSpec):
     reset: object = None
     step: object = None
     close: object = None
-    gold: object = None
+    reference: object = None
 
     @property
     def name(self):
@@ -70,8 +70,8 @@ class ScriptedEnv(Env):
                 return result
         return StepResult((Message("user", action),), float(self.index), False)
 
-    def gold(self):
-        return self.spec.gold(self.index) if self.spec.gold else str(self.index)
+    def reference_answer(self):
+        return self.spec.reference_answer(self.index) if self.spec.reference_answer else str(self.index)
 
     def close(self):
         if self.spec.close:
@@ -145,16 +145,16 @@ def test_foreign_exceptions_get_an_owner_and_ours_pass(make_pool):
     assert pool.stats.faults == {"env": 2, "infra": 1} and pool.stats.opened == pool.stats.closed == 5
 
 
-def test_gold_and_rejected(make_pool):
+def test_reference_and_rejected(make_pool):
     pool = make_pool()
 
     async def go():
         episode = await pool.open(pool.spec.task(7))
-        assert episode.opening == (Message("user", "7"),)
+        assert episode.initial_messages == (Message("user", "7"),)
         with pytest.raises(EnvError, match="no rejected answers") as e:
             await episode.rejected()
         assert e.value.stage == "rejected"
-        assert await episode.gold() == "7"
+        assert await episode.reference_answer() == "7"
         await episode.close()
 
     run(go())
@@ -275,7 +275,7 @@ def test_one_call_at_a_time_and_none_after_the_end(make_pool):
         first = asyncio.ensure_future(episode.step("go"))
         await asyncio.sleep(0)
         with pytest.raises(EnvError, match="another call under way"):
-            await episode.gold()
+            await episode.reference_answer()
         await first
         assert (await episode.step("end")).terminated
         with pytest.raises(EnvError, match="the episode is over") as e:
@@ -284,7 +284,7 @@ def test_one_call_at_a_time_and_none_after_the_end(make_pool):
         await episode.close()
         await episode.close()
         with pytest.raises(EnvError, match="is closed"):
-            await episode.gold()
+            await episode.reference_answer()
 
     run(go())
 
@@ -547,7 +547,10 @@ def test_what_is_said_arrives():
     )
     assert value("step", wire.reply(1, "step", said)) == said
     assert value("reset", wire.reply(1, "reset", said.messages)) == said.messages
-    assert value("gold", wire.reply(1, "gold", "a")) == "a" and value("close", wire.reply(1, "close", None)) is None
+    assert (
+        value("reference", wire.reply(1, "reference", "a")) == "a"
+        and value("close", wire.reply(1, "close", None)) is None
+    )
     for error in (EnvError("lost", stage="board"), InfraError("refused", stage="step"), DataError("none")):
         got = value("step", wire.failure(1, error))
         assert type(got) is type(error) and str(got) == str(error)
@@ -622,8 +625,8 @@ def test_a_host_plays_like_the_environment_itself():
     host, env, task = WorkerEpisodes(spec, LIMIT), spec.make(), spec.task(3)
     assert value("reset", host.answer((1, 9, "reset", task))) == env.reset(task)
     for number in range(2, 20):
-        action = value("gold", host.answer((number, 9, "gold", None)))
-        assert action == env.gold()
+        action = value("reference", host.answer((number, 9, "reference", None)))
+        assert action == env.reference_answer()
         got, expected = value("step", host.answer((number, 9, "step", Action(action)))), env.step(action)
         assert got == expected
         if got.terminated:

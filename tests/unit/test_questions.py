@@ -44,15 +44,15 @@ def ask(spec, answer, index=0):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_gold_answers_score_one_and_the_next_number_none(where):
+def test_reference_answers_score_one_and_the_next_number_none(where):
     spec = dataclasses.replace(SPEC, answer_in=where)
     assert spec.num_questions == 20
     for i in range(20):
         env = spec.make()
         env.reset(spec.task(i))
-        gold = env.gold()
-        assert "<<" not in gold
-        result = env.step(gold)
+        reference = env.reference_answer()
+        assert "<<" not in reference
+        result = env.step(reference)
         assert (result.reward, result.success, result.terminated) == (1, True, True)
         wrong = "12345"
         result = ask(spec, f"\\boxed{{{wrong}}}\n<answer>{wrong}</answer>\nAnswer: {wrong}", i)
@@ -65,11 +65,11 @@ def test_what_is_asked():
     question = "A train needs 3 hours for 270 km. How fast is it in km/h?"
     assert env.reset(SPEC.task(3)) == (Message("user", BOXED.replace("{question}", question)),)
     assert SPEC.task(3).content == SPEC.task(23).content == question
-    assert env.gold() == "270/3=90 km/h.\n\\boxed{90}"
+    assert env.reference_answer() == "270/3=90 km/h.\n\\boxed{90}"
     other = dataclasses.replace(SPEC, answer_in="#### {answer}", prompt="{question} #### N", system="Be brief.")
     env = other.make()
     assert env.reset(other.task(3)) == (Message("system", "Be brief."), Message("user", question + " #### N"))
-    assert env.gold() == "270/3=90 km/h.\n#### 90"
+    assert env.reference_answer() == "270/3=90 km/h.\n#### 90"
     assert env.step("I do not know.").metrics["no_answer_n"] == 1.0
     with pytest.raises(EnvError, match="after the episode's end"):
         env.step("90")
@@ -159,23 +159,23 @@ def test_files_of_others_need_no_settings(tmp_path, row, told, right, wrong):
     else:
         path = write(tmp_path / "data.jsonl", row)
     spec = Questions(str(path))
-    opening = spec.question(0).opening
-    assert opening[-1].content.startswith(told) and opening[-1].role == "user"
-    assert opening[-1].content.endswith("in \\boxed{}.") == (row not in (DAPO, SKYWORK, OPENAI))
+    initial_messages = spec.question(0).initial_messages
+    assert initial_messages[-1].content.startswith(told) and initial_messages[-1].role == "user"
+    assert initial_messages[-1].content.endswith("in \\boxed{}.") == (row not in (DAPO, SKYWORK, OPENAI))
     env = spec.make()
     env.reset(spec.task(0))
-    assert env.step(env.gold()).reward == 1
+    assert env.step(env.reference_answer()).reward == 1
     assert ask(spec, right).reward == 1 and ask(spec, wrong).reward == 0
 
 
 def test_messages_are_put_as_they_are_and_texts_with_the_question_what_to_do(tmp_path):
-    assert Questions(write(tmp_path / "a.jsonl", DAPO)).question(0).opening == (Message("user", DAPO_ASK),)
+    assert Questions(write(tmp_path / "a.jsonl", DAPO)).question(0).initial_messages == (Message("user", DAPO_ASK),)
     put = Questions(write(tmp_path / "a.jsonl", DAPO), prompt="Q: {question}").question(0)
-    assert put.opening == (Message("user", f"Q: {DAPO_ASK}"),)
+    assert put.initial_messages == (Message("user", f"Q: {DAPO_ASK}"),)
     assert put.content == json.dumps([["user", DAPO_ASK]])
     openai = write(tmp_path / "b.jsonl", OPENAI)
-    assert [m.content for m in Questions(openai).question(0).opening] == ["S", "2+2?"]
-    assert [m.content for m in Questions(openai, system="T").question(0).opening] == ["T", "2+2?"]
+    assert [m.content for m in Questions(openai).question(0).initial_messages] == ["S", "2+2?"]
+    assert [m.content for m in Questions(openai, system="T").question(0).initial_messages] == ["T", "2+2?"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_reward_is_a_function(tmp_path):
     env = only_prompts.make()
     env.reset(only_prompts.task(0))
     with pytest.raises(EnvError, match="no recorded answers"):
-        env.gold()
+        env.reference_answer()
 
 
 @pytest.mark.parametrize("answer", ["nan", "inf", "text", "none", "parts"])
@@ -263,20 +263,20 @@ def test_a_reward_may_be_anything_that_can_be_called():
 
 
 def test_with_an_own_reward_the_recorded_answer_is_the_full_text():
-    """It may be in a form that only the function knows: nothing is cut out of it, and `gold` gives it as it stands."""
+    """It may be in a form that only the function knows: nothing is cut out of it, and `reference_answer` gives it as it stands."""
     for answer in ("a\n#### b #### c", "so \\boxed{7} eggs", "<<1+1=2>>", "x" * 1000):
         spec = Questions(records=[{"question": "?", "answer": answer}], reward=short)
         env = spec.make()
         env.reset(spec.task(0))
-        assert env.gold() == spec.question(0).answer == answer and spec.question(0).solution == ""
+        assert env.reference_answer() == spec.question(0).answer == answer and spec.question(0).solution == ""
     spec = Questions(records=[OPENR1], reward=short)
     env = spec.make()
     env.reset(spec.task(0))
-    assert env.gold() == OPENR1["solution"]
+    assert env.reference_answer() == OPENR1["solution"]
     spec = Questions(records=[OPENR1 | {"answer": "seven"}], reward=short)
     env = spec.make()
     env.reset(spec.task(0))
-    assert env.gold() == OPENR1["solution"] + "\nseven"
+    assert env.reference_answer() == OPENR1["solution"] + "\nseven"
 
 
 def test_a_row_with_prompt_and_messages_is_a_choice(tmp_path):
@@ -286,7 +286,7 @@ def test_a_row_with_prompt_and_messages_is_a_choice(tmp_path):
         Questions(path).task(0)
     assert "Questions.prompt_key = 'messages'" in e.value.remedy
     spec = Questions(path, prompt_key="messages")
-    assert spec.question(0).opening[-1].content == "What is 1+1?"
+    assert spec.question(0).initial_messages[-1].content == "What is 1+1?"
     assert spec.columns_taken() == "prompt from `messages`, answer from `answer`"
 
 
@@ -368,7 +368,7 @@ def test_gsm8k_loads_and_its_own_answers_are_right(where):
     for i in range(spec.num_questions):
         env = spec.make()
         env.reset(spec.task(i))
-        assert env.step(env.gold()).reward == 1, spec.question(i)
+        assert env.step(env.reference_answer()).reward == 1, spec.question(i)
 
 
 def test_what_attempts_vote_for():

@@ -28,12 +28,12 @@ def answer(spec, text, index=0):
     return env.step(text)
 
 
-def test_question_gold_and_reward():
+def test_question_reference_and_reward():
     spec = ReasoningGym("chain_sum", prompt="Think first.\n{question}\nNumber only.")
     env = spec.make()
     (message,) = env.reset(spec.task(3))
     assert message.role == "user" and message.content == f"Think first.\n{spec.task(3).content}\nNumber only."
-    result = env.step(env.gold())
+    result = env.step(env.reference_answer())
     assert (result.reward, result.success, result.terminated, result.messages) == (1, True, True, ())
 
 
@@ -41,7 +41,7 @@ def test_exact_and_partial_credit():
     exact, partial = (ReasoningGym("spell_backward", {"min_word_len": 6}, partial_credit=p) for p in (False, True))
     env = exact.make()
     env.reset(exact.task(0))
-    almost = env.gold()[:-1] + "_"
+    almost = env.reference_answer()[:-1] + "_"
     score = answer(partial, almost).reward
     assert 0 < score < 1
     result = answer(exact, almost)
@@ -58,7 +58,7 @@ def test_an_episode_is_one_step():
     with pytest.raises(EnvError, match="after the episode's end"):
         env.step("1")
     with pytest.raises(EnvError):
-        env.gold()
+        env.reference_answer()
 
 
 def test_a_foreign_task_is_refused():
@@ -78,7 +78,7 @@ def test_a_family_without_reference_answers_says_so():
     env = spec.make()
     env.reset(spec.task(0))
     with pytest.raises(EnvError, match="no reference answer for rush_hour"):
-        env.gold()
+        env.reference_answer()
 
 
 def test_settings_may_hold_lists():
@@ -248,12 +248,12 @@ def test_a_list_is_read_and_nothing_is_executed(family, tmp_path):
     spec, mark = ReasoningGym(family, partial_credit=True), tmp_path / "executed"
     env = spec.make()
     env.reset(spec.task(0))
-    gold = env.gold()
+    reference = env.reference_answer()
     as_list = {
-        "binary_matrix": [row.split() for row in gold.split("\n")],
-        "n_queens": [row.split() for row in gold.split("\n")],
-        "spiral_matrix": gold.split(),
-        "string_insertion": list(gold),
+        "binary_matrix": [row.split() for row in reference.split("\n")],
+        "n_queens": [row.split() for row in reference.split("\n")],
+        "spiral_matrix": reference.split(),
+        "string_insertion": list(reference),
     }[family]
     assert 0 < answer(spec, repr(as_list)).reward < 1
     for text in (f"open({str(mark)!r}, 'w')", f"[open({str(mark)!r}, 'w')]", f"{as_list!r} + []"):
@@ -267,30 +267,38 @@ def test_puzzle24_wants_its_own_numbers():
     numbers = spec.item(0)["metadata"]["numbers"]
     assert sorted(numbers) != [1, 1, 4, 6]
     assert not answer(spec, "6*4*1*1").success and not answer(spec, "24").success
-    gold = spec.item(0)["answer"]
-    assert answer(spec, gold).success and answer(spec, f" ({gold}) ").success
-    assert not answer(spec, f"{gold} + 0").success
+    reference = spec.item(0)["answer"]
+    assert answer(spec, reference).success and answer(spec, f" ({reference}) ").success
+    assert not answer(spec, f"{reference} + 0").success
 
 
 def test_countdown_is_exact():
     spec = ReasoningGym("countdown")
-    gold = spec.item(0)["answer"]
-    assert answer(spec, gold).success
-    for wrong in (f"{gold} + 0", f"{gold} - 1", gold.replace("*", "**"), "1/0", "", "164", f"int({gold})"):
+    reference = spec.item(0)["answer"]
+    assert answer(spec, reference).success
+    for wrong in (
+        f"{reference} + 0",
+        f"{reference} - 1",
+        reference.replace("*", "**"),
+        "1/0",
+        "",
+        "164",
+        f"int({reference})",
+    ):
         assert not answer(spec, wrong).success
 
 
 def test_halting_wants_the_answer():
     spec = ReasoningGym("game_of_life_halting")
-    gold = spec.item(0)["answer"]
-    assert answer(spec, gold).success and not answer(spec, "maybe").success
-    assert not answer(spec, {"True": "False", "False": "True"}[gold]).success
+    reference = spec.item(0)["answer"]
+    assert answer(spec, reference).success and not answer(spec, "maybe").success
+    assert not answer(spec, {"True": "False", "False": "True"}[reference]).success
 
 
 def test_a_short_answer_that_stands_for_a_huge_number_is_wrong():
     spec = ReasoningGym("coin_flip")
-    gold = spec.item(0)["answer"]
-    assert answer(spec, gold).success
+    reference = spec.item(0)["answer"]
+    assert answer(spec, reference).success
     for text in ("1e999999999", "1e-999999999", "9" * 5000, "1/" + "9" * 5000):
         assert not answer(spec, text).success
 

@@ -35,10 +35,10 @@ def write(path, *records):
     return str(path)
 
 
-def gold_group(spec, chat, index, *, size=1, pairs=False, max_context=2000):
+def reference_group(spec, chat, index, *, size=1, pairs=False, max_context=2000):
     pool = EnvPool(PoolConfig(), spec)
     rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64, pairs), spec.max_turns, max_context, 64)
-    group = asyncio.run(rollouts.group(spec.task(index), stream=0, draw=0, group_size=size))
+    group = asyncio.run(rollouts.group(spec.task(index), stream=0, prompt_index=0, group_size=size))
     pool.close()
     assert [t.status for t in group.trajectories] == ["ok"] * size, [t.fault for t in group.trajectories]
     return group.trajectories
@@ -51,8 +51,8 @@ def test_questions_in_the_form_of_gsm8k():
     assert (ANSWERS.num_records, ANSWERS.max_turns, ANSWERS.name) == (5, 1, "records")
     env, task = ANSWERS.make(), ANSWERS.task(8)
     assert env.reset(task) == (Message("user", "A ticket costs $4.50. What do 4 cost?"),)
-    assert env.gold() == "4 * 4.5 = $<<4*4.5=18>>18\n#### 18"
-    result = env.step(f" {env.gold()}\n")
+    assert env.reference_answer() == "4 * 4.5 = $<<4*4.5=18>>18\n#### 18"
+    result = env.step(f" {env.reference_answer()}\n")
     assert (result.reward, result.success, result.terminated, result.weight) == (1, True, True, 1)
     env.reset(task)
     result = env.step("18")
@@ -65,16 +65,16 @@ def test_questions_in_the_form_of_gsm8k():
 
 def test_indices_wrap_around_blank_lines():
     questions = [json.loads(line)["question"] for line in Path(ANSWERS.path).read_text().splitlines() if line]
-    got = [ANSWERS.record(i).opening[0].content for i in (*range(5), 5, 10**6 - 1)]
+    got = [ANSWERS.record(i).initial_messages[0].content for i in (*range(5), 5, 10**6 - 1)]
     assert got == [*questions, questions[0], questions[(10**6 - 1) % 5]]
 
 
 def test_pairs_have_a_chosen_and_a_rejected_answer(chat):
     env = PAIRS.make()
     assert [m.role for m in env.reset(PAIRS.task(2))] == ["user", "assistant", "user"]
-    assert (env.gold(), env.rejected()) == ("No: 4", "")
+    assert (env.reference_answer(), env.rejected()) == ("No: 4", "")
     assert env.step(env.rejected()).reward == 0
-    chosen, rejected = gold_group(PAIRS, chat, 1, size=2, pairs=True)
+    chosen, rejected = reference_group(PAIRS, chat, 1, size=2, pairs=True)
     assert (chosen.turns[0].text, rejected.turns[0].text) == ("Paris", "Lyon")
     assert (chosen.reward, rejected.reward) == (1, 0) and (chosen.success, rejected.success) == (True, False)
     np.testing.assert_array_equal(chosen.turns[0].prompt_ids, rejected.turns[0].prompt_ids)
@@ -87,8 +87,8 @@ def test_a_conversation_is_replayed():
     assert TALKS.max_turns == 3
     env = TALKS.make()
     assert [m.role for m in env.reset(TALKS.task(0))] == ["system", "user"]
-    assert env.gold() == "calc(17*)"
-    first, second, third = env.step(env.gold()), env.step("nonsense"), env.step("51")
+    assert env.reference_answer() == "calc(17*)"
+    first, second, third = env.step(env.reference_answer()), env.step("nonsense"), env.step("51")
     assert first.messages == (Message("tool", "syntax error"),) and second.messages == (Message("tool", "51"),)
     assert third.messages == () and [r.terminated for r in (first, second, third)] == [False, False, True]
     assert [r.weight for r in (first, second, third)] == [0, 1, 1]
@@ -111,10 +111,10 @@ def test_what_follows_the_last_answer_is_dropped():
 
 
 def test_only_answers_that_count_are_trained_on(chat):
-    (got,) = gold_group(TALKS, chat, 0)
+    (got,) = reference_group(TALKS, chat, 0)
     assert [t.weight for t in got.turns] == [0, 1, 1]
     tokens, sampled, _ = got.stream()
-    whole = [{"role": m.role, "content": m.content} for m in TALKS.record(0).opening]
+    whole = [{"role": m.role, "content": m.content} for m in TALKS.record(0).initial_messages]
     whole += [{"role": "assistant", "content": "calc(17*)"}, {"role": "tool", "content": "syntax error"}]
     whole += [{"role": "assistant", "content": "calc(17*3)"}, {"role": "tool", "content": "51"}]
     np.testing.assert_array_equal(tokens, [*chat.conversation_ids(whole), *chat.answer_ids("51")])
@@ -157,7 +157,7 @@ def test_user_assistant_tool_assistant_of_3_2_4_3_tokens(weights, want):
 def test_tokens_of_a_recorded_conversation_of_3_2_4_3_bytes(tmp_path, chat):
     messages = [("user", "abc"), ("assistant", "de"), ("tool", "fghi"), ("assistant", "jkl")]
     path = write(tmp_path / "talk.jsonl", {"messages": [{"role": r, "content": c} for r, c in messages]})
-    (got,) = gold_group(Records(path), chat, 0)
+    (got,) = reference_group(Records(path), chat, 0)
     _, sampled, _ = got.stream()
     marks = "".join("x" if s else "." for s in sampled)
     # a role's token before each message, the next opening before an answer, a closing token after it
@@ -185,7 +185,7 @@ def test_whatever_was_said_is_replayed(tmp_path_factory, talk):
     env = spec.make()
     told, total = list(env.reset(spec.task(0))), 0.0
     for answer, weight in answers:
-        assert env.gold() == answer
+        assert env.reference_answer() == answer
         told.append(Message("assistant", answer))
         result = env.step(answer)
         assert result.weight == weight

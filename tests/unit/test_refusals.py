@@ -407,17 +407,17 @@ TABLE = {
         lambda build: build(Distill(teacher="run_start", remainder="renormalise"), group_size=1),
         lambda build: build(Distill(teacher="run_start", remainder="renormalise", top_k=8), group_size=1),
     ),
-    "copies of a gold answer": Refused(
+    "copies of a reference answer": Refused(
         "Phase.group_size",
         4,
         ("group_size = 1", "prompts_per_step"),
         lambda build: build(Sft(), group_size=4),
         lambda build: build(Sft(), group_size=1),
     ),
-    "gold answers that age": Refused(
+    "reference answers that age": Refused(
         "Phase.async_ratio",
         1,
-        ("no effect", "gold answers"),
+        ("no effect", "reference answers"),
         lambda build: build(Sft(), group_size=1, async_ratio=1),
         lambda build: build(Rft(), async_ratio=1),
     ),
@@ -583,7 +583,7 @@ def test_short_answers_that_are_favoured_are_warned_about(build):
     for name, settings in (("'drop'", spares | {"late": "drop"}), ("spare_siblings", {"spare_siblings": 1})):
         (text,) = build(Grpo(), **settings).warnings()
         assert name in text and "more often" in text
-    assert build(Grpo(), **spares, late="redraw").warnings() == []
+    assert build(Grpo(), **spares, late="resample").warnings() == []
     assert build(Grpo(), tail_batching=TailBatching()).warnings() == []
 
 

@@ -66,13 +66,13 @@ def written(folder, step, groups):
         step,
         "rl",
         step + 4,
-        [g.draw for g in groups.trained],
+        [g.prompt_index for g in groups.trained],
         [step + 4 - age for age in groups.start_ages],
-        {"no_signal": [g.draw for g in groups.dropped], "failed": [], "late": []},
+        {"no_signal": [g.prompt_index for g in groups.dropped], "failed": [], "late": []},
         {},
         "",
-        {str(g.draw): g.cancelled for g in groups.all if g.cancelled},
-        {str(g.draw): g.demonstration.to_json() for g in groups.all if g.demonstration},
+        {str(g.prompt_index): g.cancelled for g in groups.all if g.cancelled},
+        {str(g.prompt_index): g.demonstration.to_json() for g in groups.all if g.demonstration},
     )
     digest = folder.write_rollouts(step, (t for g in groups.all for t in g.trajectories))
     line = dataclasses.replace(line, rollouts=digest)

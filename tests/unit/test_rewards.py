@@ -283,7 +283,7 @@ def test_episodes_come_back_with_their_reward(chat):
 
     rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64), LAKE.max_turns, 500, 64, scoring=Scoring(Late()))
     try:
-        group = asyncio.run(rollouts.group(LAKE.task(0), stream=0, draw=0, group_size=4))
+        group = asyncio.run(rollouts.group(LAKE.task(0), stream=0, prompt_index=0, group_size=4))
     finally:
         pool.close()
     assert group.rewards.tolist() == [0, 1, 2, 3] and sorted(verdicts) == [1, 2, 3]

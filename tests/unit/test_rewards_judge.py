@@ -29,7 +29,7 @@ from tests.synthetic_rewards import episode
 SPEC = Questions(records=[{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(50)])
 AROUND = RewardContext(SPEC, seed=7)
 FAST = CallLimits(deadline_s=20.0, retries=3, backoff_s=0.001, probe_s=0.005, down_after=20, outage_s=120.0)
-RUBRIC = "Task: {question}\nRight: {gold}\nMark this:\n{answer}"
+RUBRIC = "Task: {question}\nRight: {reference}\nMark this:\n{answer}"
 
 
 def endpoint(server, **settings):
@@ -285,9 +285,9 @@ def test_several_verdicts_are_asked_for_with_seeds_of_their_own():
 
 def test_the_judge_sees_the_question_the_answer_and_what_is_right():
     with judge_server(mark) as server:
-        score(judge(server), said("<think>{gold} it is 0</think>I say {gold} {question} it is 7", 3))
+        score(judge(server), said("<think>{reference} it is 0</think>I say {reference} {question} it is 7", 3))
         system, user = (m["content"] for m in server.asked[0]["messages"])
-    assert "Task: 3+1?" in user and "Right: 4" in user and "I say {gold} {question} it is 7" in user
+    assert "Task: 3+1?" in user and "Right: 4" in user and "I say {reference} {question} it is 7" in user
     assert "it is 0" not in user, "thinking is not shown"
     assert tried(user) and re.search(r"material \w+", user)[0] in system
 
@@ -407,13 +407,13 @@ def test_isotonic_is_the_best_rising_curve():
     """Against all rising curves on a grid."""
     rng = np.random.default_rng(0)
     scores = [0.1, 0.4, 0.4, 0.6, 0.9]
-    golds = rng.integers(0, 2, 5).tolist()
-    points = dict(isotonic(scores, golds))
+    labels = rng.integers(0, 2, 5).tolist()
+    points = dict(isotonic(scores, labels))
     assert list(points.values()) == sorted(points.values())
-    loss = sum((points[s] - g) ** 2 for s, g in zip(scores, golds, strict=True))
+    loss = sum((points[s] - g) ** 2 for s, g in zip(scores, labels, strict=True))
     grid = np.linspace(0, 1, 13)
     best = min(
-        (a - golds[0]) ** 2 + (b - golds[1]) ** 2 + (b - golds[2]) ** 2 + (c - golds[3]) ** 2 + (d - golds[4]) ** 2
+        (a - labels[0]) ** 2 + (b - labels[1]) ** 2 + (b - labels[2]) ** 2 + (c - labels[3]) ** 2 + (d - labels[4]) ** 2
         for a in grid for b in grid[grid >= a] for c in grid[grid >= b] for d in grid[grid >= c]
     )  # fmt: skip
     assert loss <= best + 1e-9
@@ -432,13 +432,13 @@ def test_agreement_against_hand_counts():
 
 def test_a_judge_against_a_labelled_set(tmp_path):
     file = tmp_path / "labelled.jsonl"
-    rows = [{"index": i, "answer": f"it is {m}", "gold": g} for i, (m, g) in enumerate([(9, 1), (2, 0), (4, 1)])]
+    rows = [{"index": i, "answer": f"it is {m}", "reference": g} for i, (m, g) in enumerate([(9, 1), (2, 0), (4, 1)])]
     file.write_text("\n".join(map(json.dumps, rows)))
     with judge_server(mark) as server:
         found = asyncio.run(agreement(judge(server), AROUND, read_labelled(file)))
     assert (found.num, found.accuracy, found.scores) == (3, pytest.approx(2 / 3), (0.9, 0.2, 0.4))
-    file.write_text('{"index": 0, "answer": "x", "gold": 2}')
-    with pytest.raises(DataError, match="line 1: gold is 2"):
+    file.write_text('{"index": 0, "answer": "x", "label": 2}')
+    with pytest.raises(DataError, match="line 1: label is 2"):
         read_labelled(file)
 
 

@@ -16,7 +16,7 @@ from rolljax.errors import ConfigError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
 from rolljax.rollout.policies import GoldPolicy
-from rolljax.rollout.starts import Chunk, Start, digest
+from rolljax.rollout.start_states import Chunk, Start, digest
 from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")
@@ -100,11 +100,11 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):
     assert got.sample_s == 0.75 * 5 and [t.versions[0] for t in got.turns] == [0, 1, 2, 3, 4]
 
 
-def test_gold_answers_play_through_the_same_function(chat):
+def test_reference_answers_play_through_the_same_function(chat):
     lake = FrozenLake()
-    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, draw=3, group_size=2)
+    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, prompt_index=3, group_size=2)
     assert [t.key for t in group.trajectories] == [Key(1, 3, 0), Key(1, 3, 1)]
-    assert (group.draw, group.rewards.tolist()) == (3, [1, 1])
+    assert (group.prompt_index, group.rewards.tolist()) == (3, [1, 1])
     for trajectory in group.trajectories:
         assert trajectory.status == "ok" and trajectory.success
         assert all((t.versions == -1).all() and not t.sampler_logp.any() for t in trajectory.turns)
@@ -140,16 +140,16 @@ class ChoiceEnv(Env):
         reward = 1.0 if action.startswith("good") else -1.0
         return StepResult(() if done else (Message("user", "next"),), reward, done, weight=0.25 if done else 1.0)
 
-    def gold(self):
+    def reference_answer(self):
         return f"good {self.turn}"
 
     def rejected(self):
         return f"bad {self.turn}"
 
 
-def test_pairs_are_a_gold_answer_and_a_rejected_one(chat):
+def test_pairs_are_a_reference_answer_and_a_rejected_one(chat):
     pairs = GoldPolicy(chat, 64, pairs=True)
-    group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, draw=0, group_size=2)
+    group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, prompt_index=0, group_size=2)
     assert [[t.text for t in m.turns] for m in group.trajectories] == [["good 0", "good 1"], ["bad 0", "bad 1"]]
     assert group.rewards.tolist() == [2, -2]
     for trajectory in group.trajectories:
@@ -160,7 +160,7 @@ def test_pairs_are_a_gold_answer_and_a_rejected_one(chat):
 
 def test_an_environment_without_rejected_answers_says_so(chat):
     pairs, lake = GoldPolicy(chat, 64, pairs=True), FrozenLake()
-    group = roll(chat, lake, pairs, lake.task(4), stream=0, draw=0, group_size=2)
+    group = roll(chat, lake, pairs, lake.task(4), stream=0, prompt_index=0, group_size=2)
     assert [t.status for t in group.trajectories] == ["ok", "failed"]
     failed = group.trajectories[1]
     assert failed.fault.kind == "env" and "no rejected answers" in failed.fault.detail
@@ -243,7 +243,7 @@ class FaultyEnv(Env):
             reward = self.spec.fault
         return StepResult((Message("user", "next"),) if self.turn == 1 else (), reward, terminated=self.turn == 2)
 
-    def gold(self):
+    def reference_answer(self):
         return "good"
 
     def close(self):
@@ -258,7 +258,7 @@ def group_of(chat, spec, answers):
         async def act(self, prompt_ids, episode, key, turn):
             return await Script(chat, [answers[key.sibling]] * 2).act(prompt_ids, episode, key, turn)
 
-    return roll(chat, spec, PerSibling(), spec.task(0), stream=0, draw=0, group_size=len(answers))
+    return roll(chat, spec, PerSibling(), spec.task(0), stream=0, prompt_index=0, group_size=len(answers))
 
 
 @pytest.mark.parametrize("fault", [KeyError("hole"), math.nan, math.inf, None], ids=str)
@@ -341,7 +341,7 @@ class FlakyEnv(Env):
             raise InfraError("the machine is gone", stage="step")
         return StepResult((Message("user", "next"),) if self.turn == 1 else (), 1.0, terminated=self.turn == 2)
 
-    def gold(self):
+    def reference_answer(self):
         return "good"
 
 
@@ -390,7 +390,7 @@ class EchoEnv(Env):
         messages = () if over else (Message("user", f"seen {action if action == 'same' else self.turn}"),)
         return StepResult(messages, 1.0, terminated=over, metrics={"steps_n": 1.0})
 
-    def gold(self):
+    def reference_answer(self):
         return "stop"
 
 
@@ -398,9 +398,9 @@ def test_dropped_exchanges_leave_the_opening_and_the_newest(chat):
     answers = [f"answer {i}" for i in range(6)] + ["stop"]
     whole, _ = play(chat, answers, Echo(), Echo().task(0))
     assert whole.starts.tolist() == [0] and whole.status == "ok"
-    opening = chat.prompt_ids((Message("system", "rules"), Message("user", "begin")))
+    initial_messages = chat.prompt_ids((Message("system", "rules"), Message("user", "begin")))
     exchange = len(whole.turns[1].prompt_ids) + len(whole.turns[1].tokens)
-    room = len(opening) + 4 * exchange
+    room = len(initial_messages) + 4 * exchange
     cfg = RolloutConfig("drop_oldest", restarts=2, keep_frac=0.7)
     got, policy = play(chat, answers, Echo(), Echo().task(0), cfg=cfg, max_context=room, max_answer_tok=12)
     assert got.status == "ok" and got.reward == whole.reward == 7 and got.metrics == {"steps_n": 7.0}
@@ -410,7 +410,7 @@ def test_dropped_exchanges_leave_the_opening_and_the_newest(chat):
     for k, turn in enumerate(got.turns):
         if turn.restart:
             np.testing.assert_array_equal(turn.prompt_ids, streams[k])
-            np.testing.assert_array_equal(streams[k][: len(opening)], opening)
+            np.testing.assert_array_equal(streams[k][: len(initial_messages)], initial_messages)
             # after the opening: the newest exchanges, with the tokens that were sampled
             newest = np.concatenate([whole.turns[k - 1].tokens, whole.turns[k].prompt_ids])
             np.testing.assert_array_equal(streams[k][-len(newest) :], newest)
@@ -460,7 +460,7 @@ def test_a_loop_behind_an_expert_is_begun_again_behind_it(chat):
 
 def test_a_loop_counts_in_an_evaluation(chat):
     cfg = RolloutConfig(repeats=3)
-    group = roll(chat, Echo(), Script(chat, LOOPING), LAKE, cfg=cfg, stream=EVAL_STREAM, draw=0, group_size=1)
+    group = roll(chat, Echo(), Script(chat, LOOPING), LAKE, cfg=cfg, stream=EVAL_STREAM, prompt_index=0, group_size=1)
     (got,) = group.trajectories
     assert len(got.turns) == 4 and got.status == "truncated" and not got.loops
     assert (got.fault.kind, got.fault.stage) == ("agent", "repeat")
@@ -536,7 +536,7 @@ def test_a_replayed_beginning_is_the_experts_and_the_rest_the_policys(chat):
 def test_an_environment_that_says_something_else_is_not_replayed(chat, part):
     _, start = recorded(chat, ["a", "stop"])
     if part == "opening":
-        start = dataclasses.replace(start, opening="0" * 16)
+        start = dataclasses.replace(start, initial_messages="0" * 16)
     start = dataclasses.replace(start, chunks=(dataclasses.replace(start.chunks[0], digest="0" * 16),))
     got, _ = play(chat, ["-", "stop"], Echo(), Echo().task(0), start=start)
     assert got.status == "failed" and (got.fault.kind, got.fault.stage) == ("env", "replay")
@@ -553,7 +553,7 @@ def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
                 raise SamplerError("gone")
             return await Script(chat, ["stop"]).act(prompt_ids, episode, key, turn)
 
-    group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, draw=0, group_size=3, spare=2)
+    group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, prompt_index=0, group_size=3, spare=2)
     assert [t.key.sibling for t in group.trajectories] == [1, 3, 4] and group.cancelled == 2
     assert all(t.status == "ok" for t in group.trajectories)
 
@@ -565,12 +565,12 @@ def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
         "mixture(domains={'one': 'calculator', 'two': 'rg:chain_sum'})#5",
     ],
 )  # fmt: skip
-def test_a_recorded_answer_is_that_of_the_gold_action(reference):
+def test_a_recorded_answer_is_that_of_the_reference_action(reference):
     spec, task = task_of(reference)
     env = spec.make()
     env.reset(task)
     found = spec.reference(task)
-    assert found and (found in env.gold() or "calc(" in env.gold())
+    assert found and (found in env.reference_answer() or "calc(" in env.reference_answer())
     assert FrozenLake().reference(LAKE) is None
 
 

@@ -47,7 +47,7 @@ REQUIRED = {
 def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     """Also ours with a group of any size; and nothing is compiled for it."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    size = {"gold": 1, "pairs": 2, "sampler": 4}[cls.source]
+    size = {"reference": 1, "pairs": 2, "sampler": 4}[cls.source]
     phase = Phase("p", cls(**REQUIRED.get(cls, {})), 2, prompts_per_step=8, group_size=size, row_len=512)
     env = types.SimpleNamespace(name="toy", max_turns=max_turns, specs={"toy": None}, turns_of=lambda task: max_turns)
     recipe = types.SimpleNamespace(
@@ -126,7 +126,7 @@ ENVIRONMENTS = """
     class Broken(Env):
         def __init__(self, how): self.how = how
         def reset(self, task): return (Message("user", task.content),)
-        def gold(self): return "4"
+        def reference_answer(self): return "4"
         def step(self, action):
             if self.how == "raises" and not action:
                 raise KeyError("no answer")
@@ -299,7 +299,7 @@ def some(spec, num, texts=None):
     for i in range(num):
         task, env = spec.task(i), spec.make()
         env.reset(task)
-        text = texts[i] if texts else env.gold()
+        text = texts[i] if texts else env.reference_answer()
         result = env.step(text)
         found.append(ReferenceAnswer(task, (text,), result.reward, result.success))
     return found

@@ -244,7 +244,7 @@ def test_tail_batching_at_full_length():
 
 def test_nothing_is_trained_beyond_the_bound():
     """Whatever hangs or fails: every token is at most one version older than its trainer, and some are."""
-    run = recipe(slots=16, prompts=4, group=4, steps=30, async_ratio=1.0, late="redraw")
+    run = recipe(slots=16, prompts=4, group=4, steps=30, async_ratio=1.0, late="resample")
     latency = Distribution("lognormal", 20.0, 1.5)
     world = timings(turns=Distribution(center=5.0, spread=3.0), env=EnvTimings(step_s=latency, fail_frac=0.02))
     _, recorder = simulate(run, world)

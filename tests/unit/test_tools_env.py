@@ -63,7 +63,7 @@ class LogEnv(PureEnv):
         over = len(self.heard) == self._spec.max_turns
         return StepResult(() if over else (Message("user", "heard"),), 1.0, terminated=over)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return f"<python>{len(self.heard)}</python>"
 
     def rejected(self) -> str:
@@ -180,16 +180,16 @@ def test_the_inner_environments_own_tools():
         ToolEnv(Arithmetic()).make().reset(Arithmetic().task(0))
 
 
-def test_gold_and_rejected_answers():
+def test_reference_and_rejected_answers():
     env = start(parser="tags")
-    assert env.gold() == "<python>0</python>" and env.rejected() == "no"
+    assert env.reference_answer() == "<python>0</python>" and env.rejected() == "no"
     env = ToolEnv(Arithmetic(), TOOLS).make()
     env.reset(Task("arithmetic", 0, "2*3"))
-    assert '"expression": "2*3"' in env.gold()
-    assert told(env.step(env.gold())) == ["6"] and env.gold() == "6"
+    assert '"expression": "2*3"' in env.reference_answer()
+    assert told(env.step(env.reference_answer())) == ["6"] and env.reference_answer() == "6"
     for _ in range(4):
         env.step(say("x"))
-    assert env.step(env.gold()).success
+    assert env.step(env.reference_answer()).success
 
 
 def test_turns_tasks_and_where_it_runs():
@@ -261,9 +261,9 @@ def test_the_calculator_task():
     (question,) = env.reset(spec.task(4))
     asked = question.content.removesuffix("=")
     assert question.role == "user" and spec.task(4).content == asked
-    assert env.gold() == f"calc({asked})"
-    (result,) = env.step(env.gold()).messages
-    assert result == Message("tool", env.gold()) and env.step(result.content).success
+    assert env.reference_answer() == f"calc({asked})"
+    (result,) = env.step(env.reference_answer()).messages
+    assert result == Message("tool", env.reference_answer()) and env.step(result.content).success
     env.reset(spec.task(5))
     assert env.step("calc(").messages[0].content.startswith("this call cannot be read")
     assert not env.step(f"calc({asked})").success

@@ -86,12 +86,13 @@ def test_one_turn_is_what_transformers_writes(original, options):
     chat = chat_of(original).for_streams()
     trained = training_template(original)
     for tools in ([], [TOOL]):
-        for opening in ([USER], [SYSTEM, USER]):
-            want = written(original, opening, generate=True, tools=tools, **options)
-            assert spelled(chat, chat.conversation_ids(opening, tools, options)) == want
+        for initial_messages in ([USER], [SYSTEM, USER]):
+            want = written(original, initial_messages, generate=True, tools=tools, **options)
+            assert spelled(chat, chat.conversation_ids(initial_messages, tools, options)) == want
             for answer in (PLAIN, THOUGHT, CALLED):
                 both = [
-                    written(t, [*opening, answer], generate=False, tools=tools, **options) for t in (original, trained)
+                    written(t, [*initial_messages, answer], generate=False, tools=tools, **options)
+                    for t in (original, trained)
                 ]
                 assert both[0] == both[1] and answer["content"] in both[0]
 

@@ -107,9 +107,9 @@ def test_blocks_cover_every_column_once(width, size):
     size = min(size, width)
     blocks = []
 
-    def step(carry, start, count):
+    def step(algorithm_state, start, count):
         blocks.append(range(int(start), int(start) + count))
-        return carry
+        return algorithm_state
 
     with jax.disable_jit():  # the loop in Python: nothing to compile
         vocab_blocks.walk(width, size, step, 0)

@@ -73,7 +73,7 @@ def test_a_character_of_several_tokens_comes_whole_and_nothing_else_is_lost():
 
 @pytest.mark.parametrize("make", [llama, metaspace, gemma, qwen])
 @pytest.mark.parametrize("text", ["a", "a b", " a", "ST OP", "\na", "a\n"])
-def test_gold_answers_say_what_they_say(make, text):
+def test_reference_answers_say_what_they_say(make, text):
     chat = Chat(make())
     prompt = chat.prompt_ids([Message("user", "hi")])
     ids = chat.answer_ids(text)

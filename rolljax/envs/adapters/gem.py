@@ -97,8 +97,8 @@ class GemEnv(Env):
         self._over = result.terminated or result.truncated
         return result
 
-    def gold(self) -> str:
-        raise EnvError("GEM has no gold actions")
+    def reference_answer(self) -> str:
+        raise EnvError("GEM has no reference actions")
 
     def close(self) -> None:
         if hasattr(self._object, "close"):

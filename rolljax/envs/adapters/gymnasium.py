@@ -284,12 +284,12 @@ class GymnasiumEnv(Env):
         complete = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
         return complete and shape.threshold is not None and self._total >= shape.threshold
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         """Return the action of greatest value, from the environment's transition table."""
         if self._over:
-            raise EnvError("gold before reset, or after the episode's end")
+            raise EnvError("reference_answer before reset, or after the episode's end")
         if getattr(self._env.unwrapped, "P", None) is None:
-            raise EnvError(f"{self._spec.id} has no table of what follows what: no gold actions")
+            raise EnvError(f"{self._spec.id} has no table of what follows what: no reference actions")
         best = _best(self._spec.id, self._spec._key)
         return self._spec.actions[best[int(self._state)]]
 

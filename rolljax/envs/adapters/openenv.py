@@ -125,8 +125,8 @@ class OpenEnvEnv(Env):
             metrics=table(about.get("metrics") or {}, "metrics"),
         )
 
-    def gold(self) -> str:
-        raise EnvError("an OpenEnv server gives no gold actions")
+    def reference_answer(self) -> str:
+        raise EnvError("an OpenEnv server gives no reference actions")
 
     def close(self) -> None:
         self._socket, self._over = None, True

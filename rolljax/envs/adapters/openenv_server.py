@@ -164,9 +164,9 @@ class MessageHandler:
                     is_seed = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0)
                     if not is_seed or not isinstance(name, (str, type(None))) or len(name or "") > 255:
                         return _error("VALIDATION_ERROR", "seed is a number from 0 on, episode_id a text")
-                    opening = await session.reset(seed)
+                    initial_messages = await session.reset(seed)
                     self._episode_id = name or f"{session.ref}#{session.index}"
-                    return _observation(session, opening, None)
+                    return _observation(session, initial_messages, None)
                 case "step":
                     if not isinstance(data.get("message"), str):
                         return _error("VALIDATION_ERROR", "an action is {message: text}")

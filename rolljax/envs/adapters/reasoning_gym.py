@@ -132,7 +132,7 @@ class ReasoningGymEnv(PureEnv):
             metrics={"scorer_limit_n": float(isinstance(found, TooMuch))} if self._spec.needs_worker else {},
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         if self._entry is None or self._entry["answer"] is None:
             raise EnvError(f"reasoning-gym gives no reference answer for {self._spec.family}")
         return str(self._entry["answer"])

@@ -94,8 +94,8 @@ class RockEnv(Env):
         self._over = result.terminated or result.truncated
         return result
 
-    def gold(self) -> str:
-        raise EnvError("a ROCK server gives no gold actions")
+    def reference_answer(self) -> str:
+        raise EnvError("a ROCK server gives no reference actions")
 
     def close(self) -> None:
         sandbox, self._sandbox, self._over = self._sandbox, "", True

@@ -74,7 +74,7 @@ class EnvSession:
             self._episode = await self._pool.open(task)
             self.steps, self.total = 0, 0.0
             self.used_s = time.monotonic()
-            return self._episode.opening
+            return self._episode.initial_messages
 
     async def step(self, action: str) -> StepResult:
         """Take an action. An episode that reaches the environment's `max_turns` is cut.

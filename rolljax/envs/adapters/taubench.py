@@ -143,10 +143,10 @@ class TauBenchEnv(Env):
             metrics={"tool_calls_n": float(name != "respond"), "tool_errors_n": float(said.startswith("Error"))},
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         """Return the next reference action, or at the end the information that the user must get."""
         if self._over:
-            raise EnvError("gold before reset, or after the episode's end")
+            raise EnvError("reference_answer before reset, or after the episode's end")
         references = self._references()
         if self._next < len(references):
             name, arguments = references[self._next]

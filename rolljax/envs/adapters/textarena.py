@@ -118,8 +118,8 @@ class TextArenaEnv(Env):
             metrics={"illegal_end_n": float(illegal)},
         )
 
-    def gold(self) -> str:
-        raise EnvError("textarena has no gold actions")
+    def reference_answer(self) -> str:
+        raise EnvError("textarena has no reference actions")
 
     def _heard(self) -> Message:
         """What the game said since the policy's last move, its own words left out."""

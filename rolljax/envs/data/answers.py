@@ -107,28 +107,28 @@ def split_recorded(text: str) -> tuple[str, str]:
     return (text.strip(), final) if final else ("", text.strip())
 
 
-def compare(gold: str, answer: str) -> bool | None:
+def compare(reference: str, answer: str) -> bool | None:
     """Return whether an answer equals the recorded one; None where plain rules cannot decide."""
-    if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(gold)) or not answer.strip():
+    if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(reference)) or not answer.strip():
         return False
-    if _tight(gold) == _tight(answer):
+    if _tight(reference) == _tight(answer):
         return True
-    verdicts = [_compare_one(*pair) for pair in to_verify(gold, answer)]
+    verdicts = [_compare_one(*pair) for pair in to_verify(reference, answer)]
     if not verdicts or False in verdicts:
         return False
     return None if None in verdicts else True
 
 
-def to_verify(gold: str, answer: str) -> Sequence[tuple[str, str]]:
-    """Return what must be equal for the answer to be right, as pairs of gold and answer; no pair: it is wrong."""
-    gold, answer = _tidy(gold), _tidy(answer)
-    if _is_words(_plain(gold)) or _CHOICE.fullmatch(_plain(gold)):
-        return [(gold, answer)]
-    want, got = _items(gold), _items(answer)
+def to_verify(reference: str, answer: str) -> Sequence[tuple[str, str]]:
+    """Return what must be equal for the answer to be right, as pairs of reference and answer; no pair: it is wrong."""
+    reference, answer = _tidy(reference), _tidy(answer)
+    if _is_words(_plain(reference)) or _CHOICE.fullmatch(_plain(reference)):
+        return [(reference, answer)]
+    want, got = _items(reference), _items(answer)
     if len(want) > 1 or len(got) > 1:
         return _listed(want, got)
-    gold, answer = _before_approx(gold), _before_approx(answer)
-    left, right = _split(gold, _EQUAL), _split(answer, _EQUAL)
+    reference, answer = _before_approx(reference), _before_approx(answer)
+    left, right = _split(reference, _EQUAL), _split(answer, _EQUAL)
     if len(left) > 1 and (not _is_name(left[0]) or _has_variable(left[-1])):
         return _equation(left, right)
     return [(left[-1], side) for side in _values(right, left[-1])]
@@ -144,9 +144,11 @@ def _equation(left: Sequence[str], right: Sequence[str]) -> Sequence[tuple[str, 
     return [("=".join(left), "=".join(right))] if len(right) == 2 and all(right) else []
 
 
-def _values(sides: Sequence[str], gold: str) -> Sequence[str]:
+def _values(sides: Sequence[str], reference: str) -> Sequence[str]:
     """The sides of an answer's equation that must be right; none if one is missing."""
-    if len(sides) > 1 and (not sides[0] or _is_name(sides[0]) or (_has_variable(sides[0]) and not _has_variable(gold))):
+    if len(sides) > 1 and (
+        not sides[0] or _is_name(sides[0]) or (_has_variable(sides[0]) and not _has_variable(reference))
+    ):
         sides = sides[1:]
     return sides if len(sides) <= MAX_SIDES and all(sides) else ()
 
@@ -173,31 +175,31 @@ def _listed(want: Sequence[str], got: Sequence[str]) -> Sequence[tuple[str, str]
     return [(", ".join(only_left), ", ".join(only_right))]
 
 
-def _compare_one(gold: str, answer: str) -> bool | None:
+def _compare_one(reference: str, answer: str) -> bool | None:
     """Compare two texts that each state one value."""
-    if _tight(gold) == _tight(answer):
+    if _tight(reference) == _tight(answer):
         return True
-    if _BASE.search(gold) or _BASE.search(answer):
+    if _BASE.search(reference) or _BASE.search(answer):
         return False
-    hides = _hides_a_value(answer) and not _hides_a_value(gold)
-    gold, answer = _plain(gold), _plain(answer)
-    if choice := _CHOICE.fullmatch(gold):
+    hides = _hides_a_value(answer) and not _hides_a_value(reference)
+    reference, answer = _plain(reference), _plain(answer)
+    if choice := _CHOICE.fullmatch(reference):
         found = _CHOICE_ANSWER.match(answer)
         return found is not None and found[1] == choice[1] and not _CHOICE_TOO.match(answer, found.end(1))
-    if _is_words(gold):
-        return _words(gold) == _words(answer)
-    is_set = _SET.match(gold) is not None or _RELATION.search(gold) is not None
+    if _is_words(reference):
+        return _words(reference) == _words(answer)
+    is_set = _SET.match(reference) is not None or _RELATION.search(reference) is not None
     if (
         hides
         or not answer
         or (not is_set and _RELATION.search(answer))
-        or (_OR.search(answer) and not _OR.search(gold))
+        or (_OR.search(answer) and not _OR.search(reference))
     ):
         return False
     joined = _split(answer[found.end() :] if (found := _MEMBER.match(answer)) else answer, _JOINED)
     if len(joined) > 1 and not all(map(_SET.match, joined)):
         return False
-    want = _number(gold)
+    want = _number(reference)
     if want is None:
         return None
     got = _number(answer)

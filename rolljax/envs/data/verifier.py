@@ -23,20 +23,21 @@ _USUAL = (
 )  # fmt: skip
 
 
-def equal(gold: str, answer: str) -> bool | TooMuch:
-    """Return whether `answer` is equal to `gold`, both in LaTeX without a box; `TooMuch`: undecided within the bounds.
+def equal(reference: str, answer: str) -> bool | TooMuch:
+    """Return whether `answer` is equal to `reference_answer`, both in LaTeX without a box; `TooMuch`: undecided within
+    the bounds.
 
     Raises:
-      EnvError: `gold` itself passes the bounds. InfraError: the child was lost.
+      EnvError: `reference_answer` itself passes the bounds. InfraError: the child was lost.
     """
     _library()
-    return scored(lambda text: _equal(gold, text), answer, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
+    return scored(lambda text: _equal(reference, text), answer, reference, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
 
 
 def warm() -> None:
     """Load what a child needs, and let the grammar learn what is usual."""
-    for gold, answer in _USUAL:
-        _equal(gold, answer)
+    for reference, answer in _USUAL:
+        _equal(reference, answer)
 
 
 @functools.cache
@@ -49,9 +50,11 @@ def _library() -> Any:
     return math_verify
 
 
-def _equal(gold: str, answer: str) -> bool:
+def _equal(reference: str, answer: str) -> bool:
     def verify() -> bool:
-        found = _library().verify(_parsed(gold), _parsed(answer), timeout_seconds=None, allow_set_relation_comp=True)
+        found = _library().verify(
+            _parsed(reference), _parsed(answer), timeout_seconds=None, allow_set_relation_comp=True
+        )
         return bool(found)
 
     return or_default(verify, False, raises=(MemoryError,))

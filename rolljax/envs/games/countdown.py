@@ -109,7 +109,7 @@ class CountdownEnv(Game[Countdown]):
         """A single answer ends the episode, right or wrong: it is not cut."""
         return self._spec.max_turns == 1
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         found = solve(self._numbers, self._target, self._spec.use_all)
         if found is None:
             raise EnvError(f"{self._text} has no solution")

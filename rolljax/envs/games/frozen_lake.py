@@ -39,8 +39,8 @@ class FrozenLake(EnvSpec):
     seed: int = 0
     """Seed of the tasks."""
     slippery: bool = False
-    """A move goes the way it says, or to one of its two sides, with a third each; then even the best player (`gold`:
-    the move most likely to arrive in the turns left) may fail."""
+    """A move goes the way it says, or to one of its two sides, with a third each; then even the best player
+    (`reference_answer`: the move most likely to arrive in the turns left) may fail."""
 
     def __post_init__(self) -> None:
         check_range(self, "size", low=2)
@@ -91,7 +91,7 @@ class FrozenLakeEnv(Game[FrozenLake]):
         parts = {"goal": goal, "no_move": float(not legal)}
         return Outcome(self._show(), goal, over=here in "GH", success=here == "G", legal=legal, parts=parts)
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         if self._spec.slippery:
             return _surest(self._lake, self._cell, self._turns_left, self._spec.max_turns)
         way = _crossing(self._lake, self._cell)

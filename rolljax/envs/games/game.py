@@ -54,7 +54,7 @@ class Game(PureEnv, Generic[S]):
         """Take an answer of at most `MAX_ANSWER` characters."""
 
     @abc.abstractmethod
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         """Return a perfect player's answer."""
 
     @abc.abstractmethod
@@ -82,9 +82,9 @@ class Game(PureEnv, Generic[S]):
             metrics={"illegal_n": float(not done.legal)},
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         self._check()
-        return self._gold()
+        return self._reference_answer()
 
     def random_action(self, rng: random.Random) -> str:
         """Return the answer of a player who knows the rules and nothing else."""

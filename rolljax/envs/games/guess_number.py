@@ -95,7 +95,7 @@ class GuessNumberEnv(Game[GuessNumber]):
             near = 1 - abs(guess - self._secret) / (self._spec.largest - 1)
         return Outcome("higher" if guess < self._secret else "lower", near, parts={"near": near})
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         return self._say((self._low + self._high) // 2)
 
     def _random(self, rng: random.Random) -> str:

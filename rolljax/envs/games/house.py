@@ -28,7 +28,7 @@ GOALS = ("place", *APPLIANCE)
 KITCHENWARE = ("apple", "bread", "egg", "cup", "bowl", "plate")
 THINGS = (*KITCHENWARE, "book", "pen", "key", "soap", "towel", "sock")
 LONGEST = 17
-"""Turns that the gold player needs at most."""
+"""Turns that the scripted player needs at most."""
 _FILLERS = {"the", "a", "an", "to", "from", "in", "on", "into"}
 
 
@@ -145,7 +145,7 @@ class HouseEnv(Game[House]):
                 return "ok"
         return ""
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         thing = self._thing
         if self._held and self._held != thing:
             return f"put {self._held} in {ROOMS[self._room][0]}"

@@ -87,7 +87,7 @@ class KeyDoorEnv(Game[KeyDoor]):
         goal = self._state[0] == self._goal
         return Outcome(self._show(), float(goal), goal, goal, move in MOVES, {"goal": float(goal)})
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         way = plan(
             self._state,
             lambda state: [(move, self._after(state, move)) for move in MOVES],

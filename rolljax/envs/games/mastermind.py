@@ -83,7 +83,7 @@ class MastermindEnv(Game[Mastermind]):
         self._answers.append((code, (black, white)))
         return Outcome(f"{black}b {white}w")
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         codes = map("".join, itertools.product(_alphabet(self._spec), repeat=self._spec.length))
         return self._say(next(c for c in codes if all(pegs(guess, c) == answer for guess, answer in self._answers)))
 

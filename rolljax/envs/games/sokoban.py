@@ -32,7 +32,7 @@ class Sokoban(EnvSpec):
     Observation: the room in the XSB format: `#` wall, `@` player, `$` box, `.` target, `*` box on target, `+` player on
     target. Actions: left, down, right, up; a move into a wall or a box that is stuck changes nothing. Reward: 1 when
     all boxes are on targets. Gold is a shortest solution from where things stand; once a box is stuck for good there is
-    none, and `gold` raises.
+    none, and `reference_answer` raises.
     """
 
     runs = "inline"
@@ -106,7 +106,7 @@ class SokobanEnv(Game[Sokoban]):
         text = self._room.show(self._state)
         return Outcome(text, sum(parts.values()), over=solved, success=solved, legal=move in MOVES, parts=parts)
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         if self._state not in self._plan:
             found = self._room.solve(self._state)
             if found is None:

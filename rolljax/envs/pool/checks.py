@@ -62,7 +62,7 @@ def kind(value: Any) -> str:
     return type(value).__name__
 
 
-Verb = Literal["reset", "step", "gold", "rejected", "close"]
+Verb = Literal["reset", "step", "reference_answer", "rejected", "close"]
 
 MAX_MESSAGES = 1000
 MAX_ERROR_CHARS = 2000
@@ -127,7 +127,7 @@ def check_result(result: Any, max_bytes: int) -> StepResult:
 
 
 def check_answer(text: Any, max_bytes: int) -> str:
-    """A gold or rejected action."""
+    """A reference answer or a rejected one."""
     if not isinstance(text, str):
         raise EnvError(f"an action is text, not a {kind(text)}")
     text = clean(text)

@@ -21,7 +21,8 @@ class EpisodeRunner:
         self._env: Env | None = None
 
     def call(self, verb: Verb, argument: Any) -> Any:
-        """Opening messages of `reset`, `StepResult` of `step`, text of `gold` and `rejected`, None of `close`.
+        """Opening messages of `reset`, `StepResult` of `step`, text of `reference_answer` and `rejected`, None of
+        `close`.
 
         Raises:
           EnvError: the environment threw something, or broke the rules; `stage` is the verb.
@@ -42,9 +43,9 @@ class EpisodeRunner:
             self._env = self._spec.make()
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self.close)
-                opening = check_opening(self._env.reset(argument), self._max_bytes)
+                initial_messages = check_opening(self._env.reset(argument), self._max_bytes)
                 on_failure.pop_all()
-            return opening
+            return initial_messages
         if verb == "close":
             env, self._env = self._env, None
             return env.close() if env is not None else None
@@ -54,7 +55,9 @@ class EpisodeRunner:
             if argument.run_limit_s is not None:
                 self._env.run_limit_s = argument.run_limit_s
             return check_result(self._env.step(bounded(argument.text)), self._max_bytes)
-        return check_answer(self._env.gold() if verb == "gold" else self._env.rejected(), self._max_bytes)
+        return check_answer(
+            self._env.reference_answer() if verb == "reference_answer" else self._env.rejected(), self._max_bytes
+        )
 
     def close(self) -> None:
         """Close, whatever the environment says to it: the episode is over, or failed already."""

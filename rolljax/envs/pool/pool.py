@@ -64,7 +64,7 @@ class PoolStats:
     restarts: int
     """Workers, actors or threads that were replaced."""
     timeouts: Mapping[str, int]
-    """Limits that were exceeded, by stage (start, reset, step, gold, rejected, close, episode)."""
+    """Limits that were exceeded, by stage (start, reset, step, reference_answer, rejected, close, episode)."""
     faults: Mapping[str, int]
     """Episodes by the kind of their first fault (env, infra, limit)."""
     crashes: int
@@ -108,7 +108,7 @@ class EnvPool:
         opened = False
         try:
             with self._counted("reset"):
-                opening = await slot.call("reset", task, self.cfg.reset_s)
+                initial_messages = await slot.call("reset", task, self.cfg.reset_s)
             opened = True
         except EnvError as e:
             self._record(e)
@@ -117,7 +117,7 @@ class EnvPool:
             self._counts["opened" if opened else "failed"] += 1
             if not opened:
                 slot.discard()
-        return Episode(self, slot, opening)
+        return Episode(self, slot, initial_messages)
 
     @property
     def opens_at_once(self) -> bool:
@@ -187,8 +187,8 @@ class Episode:
     opening: the conversation it begins with. domain: its name in a mixture, else empty.
     """
 
-    def __init__(self, pool: EnvPool, slot: EpisodeSlot, opening: tuple[Message, ...]) -> None:
-        self.opening, self.domain = opening, ""
+    def __init__(self, pool: EnvPool, slot: EpisodeSlot, initial_messages: tuple[Message, ...]) -> None:
+        self.initial_messages, self.domain = initial_messages, ""
         self._pool, self._slot = pool, slot
         self._ended = ""  # why there are no more steps
         self._fault: EnvError | None = None
@@ -221,9 +221,9 @@ class Episode:
             self._ended = "the episode is over"
         return result
 
-    async def gold(self) -> str:
+    async def reference_answer(self) -> str:
         """Return an action that a perfect policy would take now. Raises like `step`."""
-        return str(await self._do("gold", None))
+        return str(await self._do("reference_answer", None))
 
     async def rejected(self) -> str:
         """Return a worse action. Raises like `step`."""

@@ -37,8 +37,8 @@ class PoolConfig:
     reset_s: float = 60.0
     """Longest time in seconds that one `reset` call may take; time in a queue does not count."""
     step_s: float = 30.0
-    """Longest time in seconds that one `step` call may take, also applied to `gold` and `rejected`; time in a queue
-    does not count."""
+    """Longest time in seconds that one `step` call may take, also applied to `reference_answer` and `rejected`; time in
+    a queue does not count."""
     close_s: float = 10.0
     """Longest time in seconds that one `close` call may take; time in a queue does not count."""
     episode_s: float = 3600.0

@@ -122,14 +122,14 @@ class ArithmeticEnv(PureEnv):
     def step(self, action: str) -> StepResult:
         if not self._question:
             raise EnvError("step before reset, or after the episode's end")
-        right = action.strip() == self.gold()
+        right = action.strip() == self.reference_answer()
         self._question = ""
         return StepResult((), float(right), terminated=True, success=right)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return calc(self._question)
 
-    def gold_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
+    def reference_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
         """One use of the calculator, where there is one."""
         return None if results else ("calc", {"expression": self._question})
 

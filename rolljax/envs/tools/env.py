@@ -184,15 +184,15 @@ class ToolEpisode(Env):
             },
         )
 
-    def gold(self) -> str:
-        """The call that the inner environment's `gold_call(results)` names, as this parser writes it; where there is no
-        such method, or it names none, the inner environment's `gold`."""
-        hook = getattr(self._inner, "gold_call", None)
+    def reference_answer(self) -> str:
+        """The call that the inner environment's `reference_call(results)` names, as this parser writes it; where there
+        is no such method, or it names none, the inner environment's `reference_answer`."""
+        hook = getattr(self._inner, "reference_call", None)
         if hook is not None and len(self._uses) < self._spec.limits.calls_per_episode:
             call = hook(tuple(result for _, result in self._uses))
             if call is not None:
                 return self._parser.write(call[0], call[1], self._specs)
-        return self._inner.gold()
+        return self._inner.reference_answer()
 
     def rejected(self) -> str:
         return self._inner.rejected()

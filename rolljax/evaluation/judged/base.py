@@ -51,7 +51,7 @@ class Ask:
 class Judged:
     """One answer and its verdicts, without the texts of item and answer."""
 
-    draw: int
+    prompt_index: int
     """Number of the item."""
     sibling: int
     """Number of the sample."""
@@ -238,7 +238,7 @@ class ItemEpisode(PureEnv):
     def step(self, action: str) -> StepResult:
         return StepResult((), 0.0, terminated=True)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return ""
 
 

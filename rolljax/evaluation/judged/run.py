@@ -119,7 +119,7 @@ class JudgedAnswers:
 
     def has(self, key: Key) -> bool:
         """Return whether an answer exists with all its verdicts."""
-        verdict = self.log.verdicts.get((key.draw, key.sibling))
+        verdict = self.log.verdicts.get((key.prompt_index, key.sibling))
         if not self._answers.has(key):
             return False
         return verdict.complete if verdict is not None else not self._answers.answers[key].turns
@@ -131,13 +131,13 @@ class JudgedAnswers:
         if not trajectory.lost and trajectory.turns:
             item, answer = self._items[trajectory.task.index], trajectory.turns[-1].text
             asks = self._cfg.benchmark.asks(item, answer)
-            address = f"{trajectory.key.draw}/{trajectory.key.sibling}"
+            address = f"{trajectory.key.prompt_index}/{trajectory.key.sibling}"
             said = await asyncio.gather(*(self.judges.verdict(ask, address) for ask in asks))
             faults: collections.Counter[str] = collections.Counter()
             for _, _, more, _ in said:
                 faults.update(more)
             judged = Judged(
-                trajectory.key.draw,
+                trajectory.key.prompt_index,
                 trajectory.key.sibling,
                 item.id,
                 self._cfg.benchmark.facts(item, answer),
@@ -183,7 +183,7 @@ class VerdictLog:
         if self._path is None:
             return
         for found in durable.whole_lines(self._path, _judged, mend=True):
-            self.verdicts[found.draw, found.sibling] = found
+            self.verdicts[found.prompt_index, found.sibling] = found
         with durable.storing(self._path):
             self._file = reading.open_file(self._path, reading.APPEND)
 
@@ -193,7 +193,7 @@ class VerdictLog:
         Raises:
           StorageError: the disk does not take it.
         """
-        self.verdicts[judged.draw, judged.sibling] = judged
+        self.verdicts[judged.prompt_index, judged.sibling] = judged
         if self._file is not None and self._path is not None:
             shown = (lambda text: text) if in_clear else digest
             record = dataclasses.asdict(judged) | {
@@ -224,7 +224,7 @@ def _report(
     witness: JudgedAnswers,
 ) -> JudgedReport:
     """Return the tables, with notes on missing answers and verdicts."""
-    judged = [v for key in keys if (v := witness.log.verdicts.get((key.draw, key.sibling))) is not None]
+    judged = [v for key in keys if (v := witness.log.verdicts.get((key.prompt_index, key.sibling))) is not None]
     found = cfg.benchmark.tables(items, judged, cfg)
     notes = list(found.notes)
     if cfg.judges:

@@ -14,7 +14,7 @@ from rolljax.errors import EnvError
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import Labelled, read_labelled
 from rolljax.rewards.calls import Unreadable
-from rolljax.rewards.judge import Judge, gold_of
+from rolljax.rewards.judge import Judge, reference_of
 from rolljax.types import Message, Task
 
 
@@ -23,9 +23,9 @@ class JudgeTraining(EnvSpec):
     """The answers of a labelled set, presented to the policy as `judge` presents answers to its model.
 
     One turn: the policy says a verdict. Reward: 1 - |worth by the verdict - labelled worth|; 0 for a verdict that
-    cannot be parsed. The gold verdict is the label, or the marks, nearest to the labelled worth, without a veto; the
-    task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have the same content, so
-    that a question is held out with all its answers.
+    cannot be parsed. The reference verdict is the label, or the marks, nearest to the labelled worth, without a veto;
+    the task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have the same content,
+    so that a question is held out with all its answers.
     """
 
     runs = "inline"
@@ -36,7 +36,7 @@ class JudgeTraining(EnvSpec):
     env: EnvSpec
     """The environment whose tasks were answered."""
     labelled: str
-    """A labelled set (JSON Lines, `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer, what it is worth, 0
+    """A labelled set (JSON Lines, `{"index": 3, "answer": "...", "label": 1}`: the task, an answer, what it is worth, 0
     to 1), or the name of one that comes with rolljax."""
     domain: str = "judge"
     """Name of these tasks in metrics."""
@@ -71,13 +71,13 @@ class JudgeTraining(EnvSpec):
     def prompt(self, index: int) -> tuple[Message, ...]:
         """Return the prompt of task `index`."""
         labelled = self.answer(index)
-        task, gold = self.env.task(labelled.index), ""
-        if "{gold}" in self.judge.rubric:
-            gold = gold_of(RewardContext(self.env), task, "Judge.rubric")
-        return self.judge.messages(task, labelled.answer, gold, index)
+        task, reference = self.env.task(labelled.index), ""
+        if "{reference}" in self.judge.rubric:
+            reference = reference_of(RewardContext(self.env), task, "Judge.rubric")
+        return self.judge.messages(task, labelled.answer, reference, index)
 
-    def gold(self, worth: float) -> str:
-        """Return the gold verdict on an answer of this worth."""
+    def reference_answer(self, worth: float) -> str:
+        """Return the reference verdict on an answer of this worth."""
         judge = self.judge
         if judge.labels:
             return json.dumps({"verdict": min(judge.labels, key=lambda label: abs(judge.labels[label] - worth))})
@@ -121,15 +121,15 @@ class JudgeTrainingEnv(PureEnv):
                 f"answer {task.index} of {self._spec.labelled} is not the task that was asked for: was the file "
                 "changed?"
             )
-        self._worth = self._spec.answer(task.index).gold
+        self._worth = self._spec.answer(task.index).label
         return self._spec.prompt(task.index)
 
     def step(self, action: str) -> StepResult:
         worth, said = self._open(), self._spec.read(action)
         self._worth = None
-        gold = self._spec.read(self._spec.gold(worth))
-        assert gold is not None
-        right = said is not None and (said >= 0.5) == (gold >= 0.5)
+        reference = self._spec.read(self._spec.reference_answer(worth))
+        assert reference is not None
+        right = said is not None and (said >= 0.5) == (reference >= 0.5)
         return StepResult(
             (),
             0.0 if said is None else 1.0 - abs(said - worth),
@@ -138,8 +138,8 @@ class JudgeTrainingEnv(PureEnv):
             metrics={"no_verdict_n": float(said is None)},
         )
 
-    def gold(self) -> str:
-        return self._spec.gold(self._open())
+    def reference_answer(self) -> str:
+        return self._spec.reference_answer(self._open())
 
     def _open(self) -> float:
         if self._worth is None:

@@ -22,7 +22,7 @@ class KeyDoorChain(EnvSpec):
 
     Observation: chain and room, `c0 r3`. Actions: a letter from a on. Reward: 1 after the last door. Nothing but
     experience says which key a door takes, so a random policy gets through with probability actions ** -length; the way
-    to learn is from the last doors backwards, from states that a `snapshot` or the gold actions lead to.
+    to learn is from the last doors backwards, from states that a `snapshot` or the reference actions lead to.
     """
 
     runs = "inline"
@@ -87,7 +87,7 @@ class KeyDoorChainEnv(Game[KeyDoorChain]):
         through = self._room == self._spec.length
         return Outcome(self._show(), float(through), through, through, parts={"through": float(through)})
 
-    def _gold(self) -> str:
+    def _reference_answer(self) -> str:
         return self._keys[self._room]
 
     def _random(self, rng: random.Random) -> str:

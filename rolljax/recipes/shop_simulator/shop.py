@@ -218,7 +218,7 @@ class ShopEnv(PureEnv):
             return StepResult((), 0.0, False, truncated=True, reward_parts=nothing, metrics=metrics | ratio)
         return StepResult((self._observe(note, legal),), 0.0, terminated=False, metrics=metrics)
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         """Return the next action of a patient buyer who knows no more than was said and seen."""
         wish, view, pages = self._wish, self._view, self._pages
         ask = [slot for slot in wish.open_slots if slot not in self._told]

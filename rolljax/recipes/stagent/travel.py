@@ -128,14 +128,14 @@ class TravelDeskEnv(PureEnv):
             metrics={"unread_n": 0.0, "made_up_n": 0.0},
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         return to_text(self._trip)
 
     def tools(self) -> ToolSet:
         """The ten tools."""
         return desk_tools(self._spec.num_cities, self._spec.num_pois, self._spec.seed)
 
-    def gold_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
+    def reference_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
         """Look up everything the itinerary is made of, one thing after the other."""
         w, trip = self._wanted, self._trip
         means = "train_search" if trip.transport.startswith("T") else "flight_search"

@@ -218,7 +218,7 @@ class TerminalEnv(Env):
             return self._end(counts, terminated=False)
         return StepResult((Message("user", seen),), 0.0, terminated=False, metrics=_metrics(counts))
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         """The solution as one command; after it, finish."""
         solution = self._task.solution
         if not solution:

@@ -17,7 +17,7 @@ from rolljax.recipes.think_j import verdicts
 from rolljax.recipes.think_j.verdicts import Form, Side
 from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
-from rolljax.rewards.judge import GUARD, Asked, all_of, ask, counted, gold_of, identity, mark_of, quoted
+from rolljax.rewards.judge import GUARD, Asked, all_of, ask, counted, identity, mark_of, quoted, reference_of
 from rolljax.types import Message, Task, Trajectory
 
 
@@ -71,7 +71,7 @@ class Critique(Asked):
 
     def check(self, around: RewardContext) -> None:
         self.model.check()
-        gold_of(around, around.env.task(0), "Critique", whole=True)
+        reference_of(around, around.env.task(0), "Critique", whole=True)
 
     def open(self, around: RewardContext) -> CritiqueScorer:
         return CritiqueScorer(self, around)
@@ -117,7 +117,7 @@ class CritiqueScorer:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         """Return the reward of an episode that did not fail."""
-        other = gold_of(self._around, task, "Critique", whole=True)
+        other = reference_of(self._around, task, "Critique", whole=True)
         return await self.compare(task, trajectory.turns[-1].text, other)
 
     async def compare(self, task: Task, answer: str, other: str) -> Reward:

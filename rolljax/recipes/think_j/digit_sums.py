@@ -20,7 +20,8 @@ class DigitSums(Judging):
     """Two numbers of `digits` digits; the better one has the larger digit sum (never equal).
 
     In one half of the pairs it is the smaller number, so that comparing numbers instead of sums is right half of the
-    time. The strength is 1 for a difference of at most `2 x digits`, 2 for one of twice that, else 3. The gold answer
+    time. The strength is 1 for a difference of at most `2 x digits`, 2 for one of twice that, else 3. The reference
+    answer
     thinks: it writes both sums, then the verdict. Reward: that of the verdict's form (`verdicts`).
     """
 
@@ -33,7 +34,7 @@ class DigitSums(Judging):
     judging environment."""
     critic_frac: float = 0.0
     """Share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts that lead
-    there: this trains a critic. The thoughts of a gold critic with the wrong label exchange the sums."""
+    there: this trains a critic. The thoughts of a reference critic with the wrong label exchange the sums."""
     num_pairs: int = 0
     """Pairs in all; 0: no limit."""
     seed: int = 0

@@ -184,7 +184,7 @@ class JudgingEnv(PureEnv):
             },
         )
 
-    def gold(self) -> str:
+    def reference_answer(self) -> str:
         question = self._open()
         return self._spec.answer(question, question.conclusion)
 

@@ -101,7 +101,7 @@ def build(env: Judging, traces: Iterable[Traces]) -> tuple[list[dict[str, Any]],
     return records, counts
 
 
-def gold_traces(env: Judging, indices: Sequence[int], *, critic: bool = True) -> list[dict[str, Any]]:
+def reference_traces(env: Judging, indices: Sequence[int], *, critic: bool = True) -> list[dict[str, Any]]:
     """Return the environment's own answers as records of `prompt` and `answer`: a judge's answer to each question, and
     with `critic` also the answers of two critics, one with the wrong and one with the right label."""
     records = []

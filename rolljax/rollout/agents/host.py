@@ -27,7 +27,7 @@ from rolljax.rollout.agents.worker import AgentProcess
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import SamplerPolicy
-from rolljax.rollout.starts import Start
+from rolljax.rollout.start_states import Start
 from rolljax.sampler.client import Sampler
 from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import ServerLimits, Service
@@ -117,8 +117,8 @@ class AgentHost:
         Raises:
           OutOfTime: it gave none in time. EnvError: the program failed.
         """
-        opening = [{"role": m.role, "content": m.content} for m in episode.opening]
-        task = {"id": name, "messages": opening, "base_url": self.url, "api_key": session.key}
+        initial_messages = [{"role": m.role, "content": m.content} for m in episode.initial_messages]
+        task = {"id": name, "messages": initial_messages, "base_url": self.url, "api_key": session.key}
         asking = asyncio.ensure_future(worker.ask(task))
         start_s = time.monotonic()
         try:
@@ -157,9 +157,9 @@ class AgentRollouts(Rollouts):
         assert isinstance(self.policy, SamplerPolicy) and start is None
         await self.host.open()
         program, key, sessions = self.host.program, builder.key, self.host.sessions
-        address = (self.policy.seed % 2**31, key.stream, key.draw, key.sibling)
+        address = (self.policy.seed % 2**31, key.stream, key.prompt_index, key.sibling)
         session = sessions.open(SessionRules(self.policy.params, address, program.max_calls, program.max_restarts))
-        name = f"{key.stream}-{key.draw}-{key.sibling}"
+        name = f"{key.stream}-{key.prompt_index}-{key.sibling}"
         answer = ""
         failure: EnvError | OutOfTime | None = None
         try:

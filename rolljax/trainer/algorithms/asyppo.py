@@ -10,7 +10,7 @@ import numpy as np
 
 from rolljax.errors import check_range
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Carry, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -55,8 +55,8 @@ class AsyPpo(Ppo):
         "whiten": Stated(False, "arXiv 2510.01656, section 4.2: the advantage of GAE as it is"),
     }
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
-        credit = super().credit(e, carry)
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
+        credit = super().credit(e, algorithm_state)
         _, spread = credits.critic_spread(e.required("values"))
         trained = credit.trained(e.mask)
         agree = credits.lowest(spread, trained, self.mask_frac)

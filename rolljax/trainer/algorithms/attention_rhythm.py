@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from rolljax.errors import check_range
-from rolljax.trainer.algorithms.base import Carry, Needs, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Needs, Setup
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.credit import rhythm
@@ -64,8 +64,8 @@ class AttentionRhythm(Grpo):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), attention=self.maps)
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
-        return super().advantages(e, rewards, carry) * self.factors(e)
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
+        return super().advantages(e, rewards, algorithm_state) * self.factors(e)
 
     def factors(self, e: Episodes) -> np.ndarray:
         """What each token's advantage is multiplied by, `[N, T]`, at least 1."""

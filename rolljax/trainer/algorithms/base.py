@@ -26,8 +26,8 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import PolicySource
 from rolljax.trainer.paper import Stated
 
-Source = Literal["gold", "sampler", "pairs"]
-Carry = Mapping[str, float]
+Source = Literal["reference", "sampler", "pairs"]
+AlgorithmState = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Algorithm(abc.ABC):
     """Credit and objective of one phase. Subclasses are frozen dataclasses, one per file of this folder."""
 
     source: ClassVar[Source] = "sampler"
-    """Who acts in the environments: the policy, the gold answers that come with them, or pairs of a gold answer and a
-    rejected one."""
+    """Who acts in the environments: the policy, the reference answers that come with them, or pairs of a reference
+    answer and a rejected one."""
     trains_policy: ClassVar[bool] = True
     mini_critics: ClassVar[bool] = False
     """Critics have to be smaller than the policy, where their shape is given."""
@@ -154,9 +154,9 @@ class Algorithm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
-        """Advantages, and who takes part. `carry` is what the step before returned in `Credit.carry`; empty at
-        first."""
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
+        """Advantages, and who takes part. `algorithm_state` is what the step before returned in
+        `Credit.algorithm_state`; empty at first."""
 
     def has_signal(self, e: Episodes) -> np.ndarray:
         """Which trajectories credit will keep, as far as rewards alone tell, bool `[N]`; dynamic
@@ -185,7 +185,7 @@ class Algorithm(abc.ABC):
 
     @property
     def imitates(self) -> bool:
-        """Whether it learns from an expert's turns (`Phase.starts`), besides what the policy makes of them."""
+        """Whether it learns from an expert's turns (`Phase.start_states`), besides what the policy makes of them."""
         return False
 
     @abc.abstractmethod

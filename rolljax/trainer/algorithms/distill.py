@@ -16,8 +16,8 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class Distill(Sft):
-    """Knowledge distillation (Hinton et al., arXiv 1503.02531): cross-entropy of the gold tokens plus `coef` times a
-    divergence from the teacher's distribution at each of them."""
+    """Knowledge distillation (Hinton et al., arXiv 1503.02531): cross-entropy of the reference tokens plus `coef` times
+    a divergence from the teacher's distribution at each of them."""
 
     teacher: PolicySource = ""
     """A local Hugging Face folder with the same tokenizer."""

@@ -15,7 +15,7 @@ from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import (
     Algorithm,
-    Carry,
+    AlgorithmState,
     Needs,
     PolicyOutputs,
     Setup,
@@ -92,7 +92,7 @@ class Dpo(Algorithm):
     def needs(self) -> Needs:
         return Needs(ref="" if self.loss == "simpo" else self.reference)
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         sign, keep = pairs(e, self.source)
         return Credit(np.where(e.mask, sign[:, None], 0.0), keep=keep)
 

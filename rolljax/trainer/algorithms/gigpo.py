@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Carry, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Setup
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Episodes
@@ -47,8 +47,8 @@ class GiGpo(NormalisedReward, ClippedRatio, PolicyGradient):
         ),
     }
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
-        episode = super().advantages(e, rewards, carry)
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
+        episode = super().advantages(e, rewards, algorithm_state)
         returns = credits.turn_returns(e.turn_rewards, e.num_turns, self.gamma)
         turn = credits.same_state_normalised(returns, e.states, e.num_turns, e.groups, std=self.std != "none")
         return self.episode_weight * episode + self.turn_weight * credits.spread_turns(turn, e.turns, e.mask)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Setup
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
@@ -34,9 +34,9 @@ class Ipa(PolicyGradient):
     ones are pushed away, if `failure` is negative, with the turn's ratio (geometric mean) as a weight, cut at 1. A turn
     that the trainer finds more than `correction`'s band likelier than the sampler did is left out.
 
-    Fresh turns have weight `fresh`, an expert's (`Phase.starts`) weight `imitation`: those that are replayed, up to its
-    crucial one, and the crucial one itself where a group starts before it and none of it succeeds. These are discounted
-    to the end of the expert's own episode, whose outcome is 1.
+    Fresh turns have weight `fresh`, an expert's (`Phase.start_states`) weight `imitation`: those that are replayed, up
+    to its crucial one, and the crucial one itself where a group starts before it and none of it succeeds. These are
+    discounted to the end of the expert's own episode, whose outcome is 1.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -76,7 +76,7 @@ class Ipa(PolicyGradient):
     correction: Correction | None = Correction(level="turn", weight_cap=None, ratio_band=(0.0, 5.0))
     level: ClassVar[RatioLevel] = "turn"
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         outcome = np.where(rewards > 0, rewards, self.failure)
         own = credits.spread_turns(credits.discounted_outcomes(outcome, e.num_turns, self.gamma), e.turns, e.mask)
         # an expert's turns led to success once, whatever follows them here
@@ -88,10 +88,10 @@ class Ipa(PolicyGradient):
         rewards: np.ndarray,
         keep: np.ndarray,
         advantages: np.ndarray,
-        carry: Carry,
+        algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, rewards, keep, advantages, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         # turns that are left out still count in the denominator
         kept = e.mask if credit.mask is None else credit.mask
         own = self.fresh * kept * (1.0 if credit.weights is None else credit.weights)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, Needs, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Needs, Setup
 from rolljax.trainer.algorithms.checks import CUT_SAMPLING
 from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
@@ -60,9 +60,13 @@ class Opd(NormalisedReward, PolicyGradient):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), teachers=tuple(t.policy for t in self.teachers))
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         student = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
-        total = self.reward_coef * super().advantages(e, rewards, carry) if self.reward_coef else np.zeros(e.mask.shape)
+        total = (
+            self.reward_coef * super().advantages(e, rewards, algorithm_state)
+            if self.reward_coef
+            else np.zeros(e.mask.shape)
+        )
         for teacher, logp in zip(self.teachers, e.required("teacher_logp"), strict=True):
             taught = np.array([not teacher.domains or d in teacher.domains for d in e.domains], bool)
             total = total - teacher.coef * np.where(e.mask & taught[:, None], student - logp, 0.0)

@@ -23,7 +23,7 @@ from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms import checks
 from rolljax.trainer.algorithms.base import (
     Algorithm,
-    Carry,
+    AlgorithmState,
     DivergenceTerm,
     Needs,
     PolicyOutputs,
@@ -95,11 +95,11 @@ class PolicyGradient(Algorithm):
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
         """Per-token loss `[B, T]`; `ratio` at `level`, to the anchor."""
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         """`[N, T]` from prepared rewards `[N]`: every token has its trajectory's."""
-        return credits.spread(self.clipped(self.scores(e, rewards, carry)), e.mask)
+        return credits.spread(self.clipped(self.scores(e, rewards, algorithm_state)), e.mask)
 
-    def scores(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         """Prepared rewards `[N]`, compared with others."""
         return rewards
 
@@ -115,9 +115,9 @@ class PolicyGradient(Algorithm):
         """Whether the objective asks which trajectories were rewarded (`TokenBatch.rewards`)."""
         return self.sft_coef > 0
 
-    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
+    def remember(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
         """What is carried to the next step, brought up to date before this step's advantages."""
-        return carry
+        return algorithm_state
 
     @property
     def clip_range(self) -> tuple[float | None, float | None] | None:
@@ -165,14 +165,14 @@ class PolicyGradient(Algorithm):
 
     # ---- credit -----------------------------------------------------------------------------------------------------
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         rewards, keep = self.prepare(e)
-        carry = self.remember(e, rewards, carry)
-        advantages = self.advantages(e, rewards, carry)
-        penalty, carry, stats = self.kl_penalty(e, carry)
+        algorithm_state = self.remember(e, rewards, algorithm_state)
+        advantages = self.advantages(e, rewards, algorithm_state)
+        penalty, algorithm_state, stats = self.kl_penalty(e, algorithm_state)
         if penalty is not None:
             advantages = advantages + credits.discounted(penalty, e.mask, 1.0)
-        return self.finish(e, rewards, keep, advantages, carry, stats)
+        return self.finish(e, rewards, keep, advantages, algorithm_state, stats)
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
         """Rewards `[N]` before they are normalised, and which trajectories take part `[N]`."""
@@ -189,17 +189,19 @@ class PolicyGradient(Algorithm):
         """Rewards `[N]`, normalised where they are, within `RewardShaping.clip`."""
         return self.shaping.clipped(rewards) if self.shaping else rewards
 
-    def kl_penalty(self, e: Episodes, carry: Carry) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
+    def kl_penalty(
+        self, e: Episodes, algorithm_state: AlgorithmState
+    ) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
         """Token rewards `[N, T]` of a KL penalty (None: there is none), the adapted coefficient, and the KL
         measured."""
-        carried = dict(carry)
+        carried = dict(algorithm_state)
         if self.kl is None or not self.needs().ref:
             return None, carried, {}
         logp = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
         ref_logp = e.required("ref_logp")
         gap = credits.clean(logp, e.mask) - credits.clean(ref_logp, e.mask)
         measured = float(np.mean(gap[e.mask])) if e.mask.any() else 0.0
-        coef = carry.get("kl_coef", self.kl.coef)
+        coef = algorithm_state.get("kl_coef", self.kl.coef)
         if self.kl.adaptive is not None:
             carried["kl_coef"] = self.kl.adaptive.following(coef, measured, e.num)
         stats = {"kl/ref_k1_nat": measured, "kl/coef": coef}
@@ -213,7 +215,7 @@ class PolicyGradient(Algorithm):
         rewards: np.ndarray,
         keep: np.ndarray,
         advantages: np.ndarray,
-        carry: Carry,
+        algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
         """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch, weights.
@@ -239,7 +241,7 @@ class PolicyGradient(Algorithm):
             mask=mask,
             keep=keep,
             rewards=credits.spread(rewards, e.mask) if self.uses_rewards() else None,
-            carry=dict(carry),
+            algorithm_state=dict(algorithm_state),
             stats=dict(stats),
         )
 
@@ -308,17 +310,17 @@ class NormalisedReward:
     """Scope of the standard deviation that rewards are divided by: nothing, the group, the batch, or all steps so far
     (`running`)."""
 
-    def scores(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         """Prepared rewards `[N]`, normalised."""
-        running = _running(carry) if "running" in (self.mean, self.std) else None
+        running = _running(algorithm_state) if "running" in (self.mean, self.std) else None
         return credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
 
-    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
+    def remember(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
         """Moments of all rewards so far, where they are used."""
         if "running" not in (self.mean, self.std):
-            return carry
-        seen = _running(carry).add(rewards)
-        return {**carry, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
+            return algorithm_state
+        seen = _running(algorithm_state).add(rewards)
+        return {**algorithm_state, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
 
     def uses_groups(self) -> bool:
         """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
@@ -355,9 +357,9 @@ class ClippedRatio:
             raise refusal(self, "dual_clip", why, remedy)
 
 
-def _running(carry: Carry) -> credits.RunningMoments:
+def _running(algorithm_state: AlgorithmState) -> credits.RunningMoments:
     names = [f.name for f in dataclasses.fields(credits.RunningMoments)]
-    return credits.RunningMoments(**{n: carry.get(f"reward_{n}", 0.0) for n in names})
+    return credits.RunningMoments(**{n: algorithm_state.get(f"reward_{n}", 0.0) for n in names})
 
 
 def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:

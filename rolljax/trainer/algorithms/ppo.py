@@ -12,7 +12,7 @@ import numpy as np
 
 from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, Needs
+from rolljax.trainer.algorithms.base import AlgorithmState, Needs
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient, token_rewards
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
@@ -65,23 +65,23 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), critics=self.critic)
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         rewards, keep = self.prepare(e)
-        carry = self.remember(e, rewards, carry)
-        penalty, carry, stats = self.kl_penalty(e, carry)
-        per_token = self.rewards(e, rewards, carry) + (0 if penalty is None else penalty)
+        algorithm_state = self.remember(e, rewards, algorithm_state)
+        penalty, algorithm_state, stats = self.kl_penalty(e, algorithm_state)
+        per_token = self.rewards(e, rewards, algorithm_state) + (0 if penalty is None else penalty)
         values, spread = credits.critic_spread(e.required("values"))
         advantages, returns = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
         returns = self.targets(per_token, values, returns, e)
         stats = {**stats, **self.value_stats(e, values, spread, returns)}
-        credit = self.finish(e, rewards, keep, advantages, carry, stats)
+        credit = self.finish(e, rewards, keep, advantages, algorithm_state, stats)
         return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
 
-    def rewards(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def rewards(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
         if self.mean == self.std == "none":
             return token_rewards(e, self.clipped(rewards))
-        return credits.at_last(self.advantages(e, rewards, carry)[:, 0], e.mask)
+        return credits.at_last(self.advantages(e, rewards, algorithm_state)[:, 0], e.mask)
 
     def targets(self, per_token: np.ndarray, values: np.ndarray, returns: np.ndarray, e: Episodes) -> np.ndarray:
         """What critics are fitted to, `[N, T]`: the `returns` that come with the advantages, if `value_lam` is `lam`.

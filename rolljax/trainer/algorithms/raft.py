@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, PolicyGradient
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import spread
@@ -45,5 +45,5 @@ class RaftPP(ClippedRatio, PolicyGradient):
         rewards, keep = super().prepare(e)
         return rewards, keep & (rewards > 0)
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         return spread(np.maximum(self.clipped(rewards), 0), e.mask)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, PolicyGradient, turn_returns
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -56,7 +56,7 @@ class ReBn(ClippedRatio, PolicyGradient):
         # cut turns lose their surrogate in `finish`; no episode is left out for them
         return super().prepare(dataclasses.replace(e, truncated=np.zeros(e.num, bool)))
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         returns = turn_returns(e, self.clipped(rewards), self.gamma)
         return credits.spread_turns(credits.batch_return_normalised(returns, e.num_turns), e.turns, e.mask)
 
@@ -66,10 +66,10 @@ class ReBn(ClippedRatio, PolicyGradient):
         rewards: np.ndarray,
         keep: np.ndarray,
         advantages: np.ndarray,
-        carry: Carry,
+        algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, rewards, keep, advantages, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         if not self.mask_truncated:
             return credit
         uncut = credits.spread_turns(~e.cut, e.turns, e.mask)

@@ -13,7 +13,7 @@ import numpy as np
 
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, PolicyOutputs, Setup, Source, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState, Needs, PolicyOutputs, Setup, Source, TokenLoss
 from rolljax.trainer.algorithms.dpo import check_pairs, pairs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
@@ -53,11 +53,17 @@ class RewardModel(Algorithm):
     def needs(self) -> Needs:
         return Needs(critics=self.critic)
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         sign, keep = pairs(e, self.source)
         last = credits.at_last(np.ones(e.num), e.mask) > 0
         returns = np.where(last, sign[:, None], 0.0)
-        return Credit(np.zeros(e.mask.shape), mask=last, keep=keep, returns=returns, carry=_remembered(e, last, carry))
+        return Credit(
+            np.zeros(e.mask.shape),
+            mask=last,
+            keep=keep,
+            returns=returns,
+            algorithm_state=_remembered(e, last, algorithm_state),
+        )
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         raise NotImplementedError("a reward model has no objective for the policy")
@@ -79,20 +85,21 @@ DECAY = 0.9
 """Of the weight of a step's scores with every step after it."""
 
 
-def _remembered(e: Episodes, last: np.ndarray, carry: Carry) -> Carry:
+def _remembered(e: Episodes, last: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
     """Weighted sums of the scores of a step's answers, their squares and their number, and those of steps before."""
     scores = e.required("values").mean(0)[last]
     now = {"score_n": float(scores.size), "score_sum": float(scores.sum()), "score_squares": float((scores**2).sum())}
-    return {name: DECAY * carry.get(name, 0.0) + value for name, value in now.items()}
+    return {name: DECAY * algorithm_state.get(name, 0.0) + value for name, value in now.items()}
 
 
-def score_spread(carry: Carry) -> tuple[float, float]:
-    """Mean and standard deviation of a reward model's scores for the answers of its last steps, as `carry` has them."""
-    number = carry.get("score_n", 0.0)
+def score_spread(algorithm_state: AlgorithmState) -> tuple[float, float]:
+    """Mean and standard deviation of a reward model's scores for the answers of its last steps, as `algorithm_state`
+    has them."""
+    number = algorithm_state.get("score_n", 0.0)
     if not number:
         return 0.0, 1.0
-    mean = carry["score_sum"] / number
-    return mean, math.sqrt(max(carry["score_squares"] / number - mean**2, 0.0))
+    mean = algorithm_state["score_sum"] / number
+    return mean, math.sqrt(max(algorithm_state["score_squares"] / number - mean**2, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.errors import check_range
-from rolljax.trainer.algorithms.base import Algorithm, Carry, PolicyOutputs, Setup, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -39,7 +39,7 @@ class Rft(Algorithm):
         ),
     }
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         chosen = shaping.select_for_imitation(e.success, e.groups, e.texts, self.cap, self.similarity)
         return Credit(np.where(e.mask, 1.0, 0.0), keep=chosen)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, Setup, Source
+from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState, Needs, Setup, Source
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
@@ -77,10 +77,10 @@ class _SegmentedGradient(_Segmented, PolicyGradient):
         rewards: np.ndarray,
         keep: np.ndarray,
         advantages: np.ndarray,
-        carry: Carry,
+        algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, rewards, keep, advantages, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         agree = self.agreeing(e, np.sign(np.where(e.mask, credit.advantages, 0).sum(1)))
         weights = agree * (1.0 if credit.weights is None else credit.weights)
         stats = self.share(agree, e, dataclasses.replace(credit, keep=None))
@@ -117,8 +117,8 @@ class SegmentDpo(_Segmented, Dpo):
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
-        credit = super().credit(e, carry)
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
+        credit = super().credit(e, algorithm_state)
         signs = np.sign(credit.advantages.sum(1))
         agree = self.agreeing(e, signs)
         stats = self.share(agree, e, credit)
@@ -147,7 +147,7 @@ class SegmentRft(_Segmented, Rft):
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
 
-    def credit(self, e: Episodes, carry: Carry) -> Credit:
-        credit = super().credit(e, carry)
+    def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
+        credit = super().credit(e, algorithm_state)
         agree = self.agreeing(e, np.ones(e.num))
         return dataclasses.replace(credit, mask=agree, stats=self.share(agree, e, credit))

@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient, turn_returns
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
@@ -33,7 +33,7 @@ class TurnReinforce(PolicyGradient):
         "gamma": Stated(0.95, "github.com/alibaba/ROLL, roll/pipeline/agentic/agentic_config.py, step_reward_gamma"),
     }
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         return credits.spread_turns(turn_returns(e, self.clipped(rewards), self.gamma), e.turns, e.mask)
 
     def finish(
@@ -42,10 +42,10 @@ class TurnReinforce(PolicyGradient):
         rewards: np.ndarray,
         keep: np.ndarray,
         advantages: np.ndarray,
-        carry: Carry,
+        algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, rewards, keep, advantages, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         if not self.equal_turns:
             return credit
         trained = credit.trained(e.mask)

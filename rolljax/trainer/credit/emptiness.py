@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Carry
+from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState
 from rolljax.trainer.credit.episodes import Credit, Episodes
 
 
@@ -19,10 +19,10 @@ def is_empty(result: Credit, e: Episodes) -> bool:
     return not result.trained(e.mask).any()
 
 
-def could_teach(algorithm: Algorithm, e: Episodes, carry: Carry) -> bool:
+def could_teach(algorithm: Algorithm, e: Episodes, algorithm_state: AlgorithmState) -> bool:
     """Whether credit would keep anything of these episodes had they gone as well as can be: all short and uncut,
     good and bad ones in every group, the sampler as the trainer."""
-    return not is_empty(algorithm.credit(at_best(algorithm, e), carry), e)
+    return not is_empty(algorithm.credit(at_best(algorithm, e), algorithm_state), e)
 
 
 def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:

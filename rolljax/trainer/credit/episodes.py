@@ -159,7 +159,7 @@ class Credit:
     rewards: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Metrics by name."""
-    carry: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    algorithm_state: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Numbers carried to the next step (adaptive coefficients, running statistics); saved with the run."""
 
     def trained(self, tokens_NT: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 import {h, settled} from './dom.js';
 
 const CHIPS = [['all', ''], ['solved', 'success:yes'], ['unsolved', 'success:no'], ['cut', 'status:truncated'], ['failed', 'status:failed'], ['faults', '-fault:none']];
-const FIELDS = 'reward>0.5  status:failed  fault:env  success:no  len>200  turns>2  env:name  draw=12  part:score>0  "a text"  -"not this"';
+const FIELDS = 'reward>0.5  status:failed  fault:env  success:no  len>200  turns>2  env:name  prompt_index=12  part:score>0  "a text"  -"not this"';
 
 /** A field and chips; `asked`: is told the search whenever it is another. */
 export function filterBar(text, asked, extra = null) {

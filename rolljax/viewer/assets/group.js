@@ -39,10 +39,10 @@ function column(run, step, t, full, range, same) {
     h('div', {class: 'turns'}, full ? full.turns.map((one, i) => turn(one, i, i === 0 ? same : 0)) : h('div', {class: 'text said'}, t.answer)));
 }
 
-/** The page of a group: `which` is its stream and its draw. */
+/** The page of a group: `which` is its stream and its prompt index. */
 export async function groupPage(name, step, which) {
   const whole = await get(['runs', name, 'steps', step]);
-  const at = whole.groups.findIndex((g) => `${g.stream}-${g.draw}` === which);
+  const at = whole.groups.findIndex((g) => `${g.stream}-${g.prompt_index}` === which);
   if (at < 0) throw new Error(`Step ${step} has no group ${which}.`);
   const g = whole.groups[at];
   const range = rangeOf(whole.groups.flatMap((o) => o.trajectories));
@@ -51,14 +51,14 @@ export async function groupPage(name, step, which) {
   const first = fulls.filter((f) => f && f.turns.length).map((f) => f.turns[0].text);
   const same = commonPrefix(first);
   const task = fulls[0] ? fulls[0].task : g.task;
-  const address = (o) => o && link([name, step, 'g', `${o.stream}-${o.draw}`]);
+  const address = (o) => o && link([name, step, 'g', `${o.stream}-${o.prompt_index}`]);
   const [before, after] = [address(whole.groups[at - 1]), address(whole.groups[at + 1])];
   const element = h('div', {class: 'group-page'},
-    h('div', {class: 'facts'}, h('h1', {}, `Group ${g.draw}`), h('span', {class: 'fact'}, h('span', {class: 'what'}, 'environment'), g.env),
+    h('div', {class: 'facts'}, h('h1', {}, `Group ${g.prompt_index}`), h('span', {class: 'fact'}, h('span', {class: 'what'}, 'environment'), g.env),
       h('span', {class: 'fact'}, h('span', {class: 'what'}, 'mean'), number(g.mean)), h('span', {class: 'fact'}, h('span', {class: 'what'}, 'spread'), number(g.spread)),
       same > 0 ? h('span', {class: 'fact'}, h('span', {class: 'what'}, 'begin alike'), count(same, 'character')) : null),
     h('div', {class: 'text question'}, task),
     referenceNote(fulls[0] ? fulls[0].reference : g.reference),
     h('div', {class: 'siblings'}, g.trajectories.map((t, i) => column(name, step, t, fulls[i], range, same))));
-  return {title: `${name}: step ${step}, group ${g.draw}`, element, keys: {'[': before ? () => go(before) : undefined, ']': after ? () => go(after) : undefined, u: () => go(link([name, step]))}};
+  return {title: `${name}: step ${step}, group ${g.prompt_index}`, element, keys: {'[': before ? () => go(before) : undefined, ']': after ? () => go(after) : undefined, u: () => go(link([name, step]))}};
 }

@@ -11,7 +11,7 @@ const ENOUGH = 200;
 
 function hit(run, t, range) {
   return h('li', {class: 'hit', data: {item: ''}},
-    h('a', {class: 'place', href: link([run, String(t.step), String(t.line)])}, `step ${t.step}`, h('span', {class: 'small'}, `draw ${t.draw} · ${t.sibling}`)),
+    h('a', {class: 'place', href: link([run, String(t.step), String(t.line)])}, `step ${t.step}`, h('span', {class: 'small'}, `prompt ${t.prompt_index} · ${t.sibling}`)),
     h('span', {class: `pill ${rewardClass(t.status === 'failed' ? null : t.reward, range)}`}, number(t.reward)),
     h('span', {class: 'words'}, h('span', {class: 'text task'}, t.task), h('span', {class: 'text answer'}, t.answer)),
     h('span', {class: 'stats'}, h('span', {}, t.env), h('span', {}, `${t.sampled_tok} tok`), ending(t)));

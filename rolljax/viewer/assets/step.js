@@ -15,13 +15,13 @@ function sibling(run, step, t, range) {
 }
 
 function group(run, step, g, range) {
-  const address = link([run, step, 'g', `${g.stream}-${g.draw}`]);
+  const address = link([run, step, 'g', `${g.stream}-${g.prompt_index}`]);
   const single = g.trajectories.length === 1 ? g.trajectories[0] : null;
   return h('li', {class: 'group', data: {item: ''}},
-    h('a', {class: 'text task', href: single ? link([run, step, String(single.line)]) : address}, g.task.trim() || `${g.env} ${g.draw}`),
+    h('a', {class: 'text task', href: single ? link([run, step, String(single.line)]) : address}, g.task.trim() || `${g.env} ${g.prompt_index}`),
     single ? h('span', {class: 'text answer'}, single.answer) : null,
     h('span', {class: 'tiles'}, g.trajectories.map((t) => sibling(run, step, t, range))),
-    h('span', {class: 'stats'}, h('span', {}, g.env), h('span', {}, `draw ${g.draw}`), g.reference === null ? null : h('span', {class: 'text reference-short', title: 'reference answer'}, `reference ${g.reference}`),
+    h('span', {class: 'stats'}, h('span', {}, g.env), h('span', {}, `prompt ${g.prompt_index}`), g.reference === null ? null : h('span', {class: 'text reference-short', title: 'reference answer'}, `reference ${g.reference}`),
       single ? ending(single) : [h('span', {title: 'mean reward of the group'}, `mean ${number(g.mean)}`), h('span', {title: 'standard deviation of its rewards'}, `spread ${number(g.spread)}`)]));
 }
 

@@ -56,7 +56,7 @@ function painter(tokens, turns) {
 }
 
 function facts(t, range) {
-  const found = [['environment', `${t.env} #${t.task_index}`], ['draw', t.draw], ['sampled', count(t.sampled_tok, 'token')], ['told', count(t.prompt_tok, 'token')]];
+  const found = [['environment', `${t.env} #${t.task_index}`], ['prompt', t.prompt_index], ['sampled', count(t.sampled_tok, 'token')], ['told', count(t.prompt_tok, 'token')]];
   if (t.versions) found.push(['policy version', t.versions[0] === t.versions[1] ? t.versions[0] : `${t.versions[0]} to ${t.versions[1]}`]);
   if (t.sample_s) found.push(['sampling', seconds(t.sample_s)]);
   if (t.env_s) found.push(['environment took', seconds(t.env_s)]);
@@ -113,7 +113,7 @@ export async function trajectoryPage(name, where, place) {
     const other = list[list.findIndex((o) => o.line === line) + by];
     return other ? () => go(link([name, where, String(other.line)], {colour: here().query.colour})) : () => {};
   };
-  const up = where.startsWith('heldout:') ? link([name, 'heldout']) : group && siblings.length > 1 ? link([name, where, 'g', `${group.stream}-${group.draw}`]) : link([name, where]);
+  const up = where.startsWith('heldout:') ? link([name, 'heldout']) : group && siblings.length > 1 ? link([name, where, 'g', `${group.stream}-${group.prompt_index}`]) : link([name, where]);
   return {
     title: `${name}: step ${where}, trajectory ${line}`, element,
     shown: () => {

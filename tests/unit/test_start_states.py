@@ -124,7 +124,7 @@ def test_failures_of_the_machine_say_nothing(pool, chat):
     s, task = starts(pool, chat, window=2), CHAIN.task(0)
     choose(s, task)
     s.learn([went(chat, task, 4, [True, True], status="failed")], 0)
-    assert s.distance == 1 and s.row([])["starts/distance_n"] == 1
+    assert s.distance == 1 and s.row([])["start_states/distance_n"] == 1
 
 
 # ---- the crucial chunk of one expert (arXiv 2512.24873, section 3.2.4.4) ---------------------------------------------
@@ -135,7 +135,7 @@ def test_behind_the_crucial_chunk_nothing_is_imitated(pool, chat):
     (start,) = choose(s, task)
     groups = [went(chat, task, j, [j > 1] * 16, expert=start.expert) for j in (1, 2, 4)]
     s.learn(groups, 0)
-    assert s.fork(start.expert) == 1 and s.row(groups)["starts/fork_frac"] == 1
+    assert s.fork(start.expert) == 1 and s.row(groups)["start_states/fork_frac"] == 1
     (start,) = choose(s, task)
     assert (len(start.chunks), start.imitate, start.crucial) == (4, 2, None)
 
@@ -257,7 +257,7 @@ def test_own_successes_are_replayed_and_refreshed(pool, chat):
     assert choose(s, task) == [None]
     s.learn([went(chat, task, 0, [False, True], turns="abc", observation_hashes=("o", "1", "2", "3"))], 0)
     (start,) = choose(s, task)
-    assert [(c.text, c.digest) for c in start.chunks] == [("a", "1"), ("b", "2")] and start.opening == "o"
+    assert [(c.text, c.digest) for c in start.chunks] == [("a", "1"), ("b", "2")] and start.initial_messages == "o"
     s.learn([went(chat, task, 0, [True], turns="xyz", observation_hashes=("o", "4", "5", "6"))], 1)
     assert [c.text for c in choose(s, task)[0].chunks][0] == "a"
     s.learn([], 2)
@@ -288,7 +288,7 @@ class Unsolved(KeyDoorChain):
 
     def make(self):
         env = super().make()
-        env.gold = lambda: "a"
+        env.reference_answer = lambda: "a"
         return env
 
 

@@ -46,7 +46,7 @@ class Start:
     """The chunks of an expert to replay before the policy takes over; may be none."""
 
     expert: Expert
-    opening: str
+    initial_messages: str
     """Hash of the opening messages."""
     chunks: tuple[Chunk, ...]
     imitate: int
@@ -55,10 +55,10 @@ class Start:
     """The next chunk, if it is the crucial one; imitated if all episodes from this start fail."""
 
     @staticmethod
-    def full(opening: str, chunks: Sequence[Chunk]) -> Start:
+    def full(initial_messages: str, chunks: Sequence[Chunk]) -> Start:
         """Return the start that replays an expert's whole episode. Episodes with equal text are the same expert."""
-        said = json.dumps([opening, *([c.text, c.digest] for c in chunks)])
-        return Start(Expert(_hash(said), len(chunks)), opening, tuple(chunks), len(chunks))
+        said = json.dumps([initial_messages, *([c.text, c.digest] for c in chunks)])
+        return Start(Expert(_hash(said), len(chunks)), initial_messages, tuple(chunks), len(chunks))
 
 
 def digest(messages: Sequence[Message]) -> str:
@@ -78,7 +78,7 @@ class ExpertStarts:
     """Rollback replays all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first and
     grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes start
     at the beginning. parallel draws a start for every group, uniformly over all chunks."""
-    expert: Literal["gold", "success"] = "gold"
+    expert: Literal["reference", "success"] = "reference"
     """Gold plays the environment's scripted answers; success replays the policy's own newest success on the same task
     (tasks without a success start at their beginning)."""
     threshold: float = 0.7
@@ -169,7 +169,7 @@ class StartCurriculum:
         self._experts: dict[str, dict[str, Any]] = {}
         """Task id -> texts, token ids and hashes of the success that is replayed."""
         self._newer: dict[str, dict[str, Any]] = {}
-        self._gold: dict[str, asyncio.Future[Start]] = {}
+        self._reference_answer: dict[str, asyncio.Future[Start]] = {}
 
     def fork(self, expert: Expert) -> int | None:
         """The crucial chunk of an expert's episode, if one stands out."""
@@ -178,7 +178,7 @@ class StartCurriculum:
         certain = rates[-1][1]  # behind the last chunk is the expert's success
         return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
 
-    async def choose(self, task: Task, draw: int) -> Start | None:
+    async def choose(self, task: Task, prompt_index: int) -> Start | None:
         """Where group `draw` starts; None: at the beginning, for want of an expert."""
         expert = await self._expert(task)
         if expert is None:
@@ -188,7 +188,7 @@ class StartCurriculum:
         if self.settings.mode == "rollback":
             keep = max(0, length - self.distance)
         else:
-            keep = int(np.random.default_rng([self._seed, draw]).integers(length))
+            keep = int(np.random.default_rng([self._seed, prompt_index]).integers(length))
         fork = self.fork(expert.expert)
         return dataclasses.replace(
             expert,
@@ -235,10 +235,12 @@ class StartCurriculum:
         experts = {t.expert for g in groups for t in g.trajectories if t.expert}
         forks = [self.fork(e) is not None for e in experts]
         return {
-            "starts/distance_n": float(min(self.distance, max(self._longest, 1))),
-            "starts/fork_frac": float(np.mean(forks)) if forks else 0.0,
-            "starts/fallback_n": float(sum(g.demonstration is not None for g in groups)),
-            "starts/experts_n": float(len(self._experts) if self.settings.expert == "success" else len(self._gold)),
+            "start_states/distance_n": float(min(self.distance, max(self._longest, 1))),
+            "start_states/fork_frac": float(np.mean(forks)) if forks else 0.0,
+            "start_states/fallback_n": float(sum(g.demonstration is not None for g in groups)),
+            "start_states/experts_n": float(
+                len(self._experts) if self.settings.expert == "success" else len(self._reference_answer)
+            ),
         }
 
     def state(self) -> dict[str, Any]:
@@ -265,25 +267,25 @@ class StartCurriculum:
                 return None
             chunks = [Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"]]
             return Start.full(found["opening"], chunks)
-        if task.id not in self._gold:
-            while len(self._gold) >= MAX_EXPERTS:
-                self._gold.pop(next(iter(self._gold)))
-            self._gold[task.id] = asyncio.ensure_future(self._play_gold(task))
-        return await self._gold[task.id]
+        if task.id not in self._reference_answer:
+            while len(self._reference_answer) >= MAX_EXPERTS:
+                self._reference_answer.pop(next(iter(self._reference_answer)))
+            self._reference_answer[task.id] = asyncio.ensure_future(self._play_reference(task))
+        return await self._reference_answer[task.id]
 
-    async def _play_gold(self, task: Task) -> Start:
+    async def _play_reference(self, task: Task) -> Start:
         """The scripted player's episode."""
         episode = await self._pool.open(task)
         try:
             chunks = []
             for _ in range(self._max_turns):
-                text = await episode.gold()
+                text = await episode.reference_answer()
                 result = await episode.step(text)
                 chunks.append(Chunk(text, self._chat.answer_ids(text), digest(result.messages)))
                 if result.terminated or result.truncated:
                     break
             if not result.success:
-                raise EnvError(f"the scripted answers to task {task.index} do not solve it", stage="gold")
-            return Start.full(digest(episode.opening), chunks)
+                raise EnvError(f"the scripted answers to task {task.index} do not solve it", stage="reference_answer")
+            return Start.full(digest(episode.initial_messages), chunks)
         finally:
             await episode.close()
