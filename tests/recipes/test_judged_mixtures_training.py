@@ -19,8 +19,8 @@ LABELS = Judge(MODEL, "{question} {answer} {reference}", labels={"good": 1.0, "f
 MARKS = Judge(
     MODEL, "{question} {answer}", {"facts": 1.0, "tone": 3.0}, veto="made_up", calibration=((0.0, 1.0), (1.0, 0.0))
 )
-ROWS = [{"index": 1, "answer": "Thanks.", "reference": 1}, {"index": 1, "answer": "No.", "reference": 0}]
-ROWS += [{"index": 2, "answer": "Hm.", "reference": 0.4}]
+ROWS = [{"index": 1, "answer": "Thanks.", "label": 1}, {"index": 1, "answer": "No.", "label": 0}]
+ROWS += [{"index": 2, "answer": "Hm.", "label": 0.4}]
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_reference_verdict_is_read_back_as_what_the_answer_is_worth(spec, judg
     for index, row in enumerate(ROWS):
         done = episode(spec, index)
         assert done.success and done.terminated
-        nearest = {0.4: 0.5}.get(row["reference"], row["reference"]) if judge.labels else row["reference"]
-        assert done.reward == pytest.approx(1 - abs(nearest - row["reference"]))
+        nearest = {0.4: 0.5}.get(row["label"], row["label"]) if judge.labels else row["label"]
+        assert done.reward == pytest.approx(1 - abs(nearest - row["label"]))
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_the_shipped_judge_is_asked_what_the_shipped_mixture_asks():
     assert judge.env.env == thanks
     for index in range(judge.env.num_tasks):
         labelled = judge.env.answer(index)
-        assert labelled.reference_answer == (labelled.answer == thanks.record(labelled.index)["kind"])
+        assert labelled.label == (labelled.answer == thanks.record(labelled.index)["kind"])

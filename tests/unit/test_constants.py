@@ -84,7 +84,7 @@ class Question(PureEnv):
 def test_half_of_yes_or_no_is_honest():
     found = checks.constant_wins(Parity(), 30)
     assert found.hole is None and found.pays is None
-    assert (found.best.share, found.best.reference_answer) == (0.5, 0.5)
+    assert (found.best.share, found.best.reference) == (0.5, 0.5)
     assert "50%" in checks.no_constant_wins(Parity(), 30)
 
 

@@ -71,7 +71,7 @@ class ScriptedEnv(Env):
         return StepResult((Message("user", action),), float(self.index), False)
 
     def reference_answer(self):
-        return self.spec.reference_answer(self.index) if self.spec.reference_answer else str(self.index)
+        return self.spec.reference(self.index) if self.spec.reference else str(self.index)
 
     def close(self):
         if self.spec.close:
@@ -548,7 +548,7 @@ def test_what_is_said_arrives():
     assert value("step", wire.reply(1, "step", said)) == said
     assert value("reset", wire.reply(1, "reset", said.messages)) == said.messages
     assert (
-        value("reference", wire.reply(1, "reference", "a")) == "a"
+        value("reference_answer", wire.reply(1, "reference_answer", "a")) == "a"
         and value("close", wire.reply(1, "close", None)) is None
     )
     for error in (EnvError("lost", stage="board"), InfraError("refused", stage="step"), DataError("none")):
@@ -625,7 +625,7 @@ def test_a_host_plays_like_the_environment_itself():
     host, env, task = WorkerEpisodes(spec, LIMIT), spec.make(), spec.task(3)
     assert value("reset", host.answer((1, 9, "reset", task))) == env.reset(task)
     for number in range(2, 20):
-        action = value("reference", host.answer((number, 9, "reference", None)))
+        action = value("reference_answer", host.answer((number, 9, "reference_answer", None)))
         assert action == env.reference_answer()
         got, expected = value("step", host.answer((number, 9, "step", Action(action)))), env.step(action)
         assert got == expected

@@ -432,7 +432,7 @@ def test_agreement_against_hand_counts():
 
 def test_a_judge_against_a_labelled_set(tmp_path):
     file = tmp_path / "labelled.jsonl"
-    rows = [{"index": i, "answer": f"it is {m}", "reference": g} for i, (m, g) in enumerate([(9, 1), (2, 0), (4, 1)])]
+    rows = [{"index": i, "answer": f"it is {m}", "label": g} for i, (m, g) in enumerate([(9, 1), (2, 0), (4, 1)])]
     file.write_text("\n".join(map(json.dumps, rows)))
     with judge_server(mark) as server:
         found = asyncio.run(agreement(judge(server), AROUND, read_labelled(file)))

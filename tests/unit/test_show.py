@@ -78,7 +78,7 @@ def test_a_step_has_its_groups_in_the_order_of_their_spread(run, capsys):
 def test_the_best_is_shown_turn_by_turn_and_untrusted_text_is_only_text(run, capsys):
     out = shown(capsys, run, "--best", "--limit", 1)
     assert (
-        "step 3: 1 of 4" in out and "draw 9, sibling 1" in out and "turn 2: 2 tokens, stop" in out and "solved" in out
+        "step 3: 1 of 4" in out and "prompt 9, sibling 1" in out and "turn 2: 2 tokens, stop" in out and "solved" in out
     )
     assert "\\x1b[2J" in out and "\\u202e" in out and "[bold red]c" in out and ":smile:" in out and "\\r" in out
     assert "reward 1 (form 1)" in out and "mean log-prob -0.500" in out and "<|user|>" in out
@@ -97,7 +97,7 @@ def test_a_limit_holds_for_trajectories_and_for_groups(run, capsys):
 
 
 def test_the_worst_and_the_failed(run, capsys):
-    assert "draw 7, sibling 0" in shown(capsys, run, "--worst", "--limit", 1)
+    assert "prompt 7, sibling 0" in shown(capsys, run, "--worst", "--limit", 1)
     out = shown(capsys, run, "--failed")
     assert "step 2: 1 of 1 failed" in out and "fault of env (step): KeyError" in out
     assert "0 of 0" in shown(capsys, run, "--failed", "--step", 1)

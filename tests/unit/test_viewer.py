@@ -93,7 +93,7 @@ def test_groups_whose_rewards_differ_most_come_first(run_dir):
     [
         ("", 18), ("reward>=1", 6), ("reward<1 status:ok", 10), ("status:failed", 1), ("fault:infra", 1), ("-fault:none", 2),
         ("fault:limit stage:answer", 1), ("success:yes", 6), ("success:no", 12), ("env:count", 1), ("turns>1", 16), ("turns=0", 1),
-        ("len>100000", 0), ('"leave room 9"', 4), ("SERVER", 1), ('-"leave room"', 2), ("draw=8 sibling<2", 2),
+        ("len>100000", 0), ('"leave room 9"', 4), ("SERVER", 1), ('-"leave room"', 2), ("prompt_index=8 sibling<2", 2),
         ("part:score>0.5", 6), ("héllo", 1), ('"<script>"', 16),
     ],
 )  # fmt: skip
