@@ -7,7 +7,8 @@ A step is: sample 8 answers to each of 8 prompts, reward them, credit, pack, one
 tokenizer, prompts, reward and lengths come from `peers/grpo_common.py`, which every framework's script imports.
 `ragged` draws prompts of 16 to 256 tokens; `fixed` has 64.
 
-Peak memory at Qwen3-0.6B's shape, of rolljax and of TRL one after the other (up to 17 GB, three minutes each on two cores):
+Peak memory at Qwen3-0.6B's shape, of rolljax and of TRL one after the other (up to 17 GB, three minutes each on two
+cores):
 
     export PYTHONPATH=.:benchmarks/peers
     shape="--layers 28 --dim 1024 --heads 16 --kv-heads 8 --head-dim 128 --ffn 3072 --vocab 151936"

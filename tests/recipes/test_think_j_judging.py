@@ -327,11 +327,11 @@ def test_pairs_are_counted_and_are_records(tmp_path):
     assert (env.reference_answer(), env.rejected()) == (records[0]["chosen"], records[0]["rejected"])
 
 
-def test_gold_traces_of_judge_and_critic():
-    records = thought_pairs.gold_traces(ENV, range(10))
+def test_reference_traces_of_judge_and_critic():
+    records = thought_pairs.reference_traces(ENV, range(10))
     assert len(records) == 30
     assert [ENV.read(r["answer"]).better for r in records[1:3]] == ["a", "b"]  # the given labels
-    assert len(thought_pairs.gold_traces(ENV, range(10), critic=False)) == 10
+    assert len(thought_pairs.reference_traces(ENV, range(10), critic=False)) == 10
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

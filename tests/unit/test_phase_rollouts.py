@@ -385,7 +385,7 @@ def test_a_group_begins_again_with_the_answers_that_made_it_slow(chat):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("settings", [{}, {"async_ratio": 1.0}, {"async_ratio": 2.0, "late": "redraw"}])
+@pytest.mark.parametrize("settings", [{}, {"async_ratio": 1.0}, {"async_ratio": 2.0, "late": "resample"}])
 def test_groups_without_a_signal_are_replaced(chat, settings):
     with Run(chat, phase(25, rounds=30, **settings), Drawn(right=0.5)) as run:
         run.all()

@@ -12,7 +12,7 @@ import pytest
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, EnvError
 from rolljax.recipes.rome.key_door_chain import KeyDoorChain
-from rolljax.rollout.starts import RECENT, Chunk, ExpertStarts, Start, StartCurriculum, crucial_fork, fallback
+from rolljax.rollout.start_states import RECENT, Chunk, ExpertStarts, Start, StartCurriculum, crucial_fork, fallback
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Fault, Group, Key, Trajectory, Turn

@@ -26,10 +26,10 @@ def novelty(shares: Sequence[float]) -> float:
     return math.fsum(-math.log2(share) for share in shares) / len(shares) if shares else 0.0
 
 
-def accuracy_f1(judged: Sequence[bool], gold: Sequence[bool]) -> tuple[float, float]:
+def accuracy_f1(judged: Sequence[bool], reference: Sequence[bool]) -> tuple[float, float]:
     """A judge against people: the share of equal verdicts, and F1 of "pass" (0 where neither ever says so)."""
-    if len(judged) != len(gold) or not gold:
-        raise ValueError(f"{len(judged)} verdicts and {len(gold)} labels")
-    pairs = list(zip(judged, gold, strict=True))
-    both, either = sum(a and b for a, b in pairs), sum(judged) + sum(gold)
+    if len(judged) != len(reference) or not reference:
+        raise ValueError(f"{len(judged)} verdicts and {len(reference)} labels")
+    pairs = list(zip(judged, reference, strict=True))
+    both, either = sum(a and b for a, b in pairs), sum(judged) + sum(reference)
     return sum(a == b for a, b in pairs) / len(pairs), 2 * both / either if either else 0.0
