@@ -166,7 +166,7 @@ def test_what_always_says_the_same_is_right_half_of_the_time(form, brief):
     tasks = [env.task(i) for i in range(400)]
     plays = [checks.play(env, task, checks.always(text)) for task in tasks]
     assert sum(p.success for p in plays) == 200
-    reference = [checks.play(env, task, checks.reference_answer).reward for task in tasks]
+    reference = [checks.play(env, task, checks.reference).reward for task in tasks]
     assert np.mean([p.reward for p in plays]) <= 0.5 * np.mean(reference) + 0.01
 
 
@@ -176,7 +176,7 @@ def test_a_critic_is_told_rightly_or_wrongly_and_earns_by_what_it_was_told():
     told = [q for q in questions if q.told]
     wrong = [q for q in told if q.told != q.better]
     assert 150 < len(told) < 250 and 60 < len(wrong) < 140
-    play = checks.play(env, env.task(questions.index(wrong[0])), checks.reference_answer)
+    play = checks.play(env, env.task(questions.index(wrong[0])), checks.reference)
     assert play.success and play.reward == 1.0 and play.seen[0][0].content.endswith(f" {wrong[0].told}")
     assert is_held_out(env.task(0), 1.0) and all(is_held_out(t, 0.2) for t in held_out(env, 20, 0.2))
 
@@ -247,7 +247,7 @@ def test_without_a_strength_every_strength_is_right(tmp_path):
     for strength, want in ((1, 1.0), (3, 1.0), (7, 0.5)):
         said = checks.always("So. " + verdicts.write(Verdict(better, strength), "strength"))
         assert checks.play(env, task, said).reward == want
-    assert "[Response (a)]" in checks.play(env, task, checks.reference_answer).seen[0][-1].content
+    assert "[Response (a)]" in checks.play(env, task, checks.reference).seen[0][-1].content
     with pytest.raises(EnvError, match="was its file changed"):
         env.make().reset(Task("preferences", 0, "another"))
 
