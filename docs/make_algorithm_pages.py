@@ -2,7 +2,7 @@
 
 A page shows the code: docstrings, settings with their defaults, gradients computed by differentiating the objective
 itself, and the shipped recipe. The page of defaults compares the papers' settings (`Algorithm.paper`) with ours. Only
-`WHEN` and `ORACLES` are written here. `python docs/make_algorithm_pages.py` draws the measured learning curves again.
+`WHEN` and `ORACLES` are written here.
 """
 
 from __future__ import annotations
@@ -564,7 +564,7 @@ def pages(curves: Path = CURVES) -> dict[str, str]:
 
 
 def draw(folder: Path) -> None:
-    """The learning curves that were measured, one picture each."""
+    """Draw the learning curves that were measured, one picture each."""
     measured = measured_in(CURVES)
     wanted = {bench_name(c): recipe_name(c) for classes in algorithm_classes().values() for c in classes}
     if not measured & wanted.keys():
@@ -574,7 +574,3 @@ def draw(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(measured & wanted.keys()):
         bench.curve_figure([name], folder / f"{wanted[name]}.png")
-
-
-if __name__ == "__main__":
-    draw(ROOT / "docs" / "algorithms" / "curves")

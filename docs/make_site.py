@@ -219,6 +219,7 @@ def stage(folder: Path) -> None:
         target_file = folder / site_path(picture.relative_to(ROOT).as_posix())
         target_file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target_file)
+    generators().draw(folder / "algorithms" / "curves")
     for page, text in pages().items():
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         (folder / page).write_text(text)

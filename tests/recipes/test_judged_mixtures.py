@@ -45,7 +45,7 @@ def judge(tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_judged_domain_gets_the_judges_reward_and_records_the_books(judge, tmp_path, capsys):
     short = [f"LocalModel.path = '{judge}'", "warm_start/Phase.steps = 1", "warm_start/Phase.prompts_per_step = 5"]
     short += [f"rl/Phase.{name}" for name in ("steps = 2", "eval_every = 2", "prompts_per_step = 10", "group_size = 4")]

@@ -182,7 +182,7 @@ def test_guess_number_plain_answers_and_no_shaping():
 def test_halving_finds_every_number(largest):
     spec = GuessNumber(largest=largest, max_turns=largest.bit_length())
     for secret in range(1, largest + 1):
-        assert checks.play(spec, Task("guess_number", 0, str(secret)), checks.reference_answer).success
+        assert checks.play(spec, Task("guess_number", 0, str(secret)), checks.reference).success
 
 
 # Countdown
@@ -308,7 +308,7 @@ def test_reference_breaks_every_code_in_the_turns_there_are():
     lengths = [
         len(e.results)
         for code in itertools.product("123456", repeat=3)
-        for e in [checks.play(spec, Task("mastermind", 0, "".join(code)), checks.reference_answer)]
+        for e in [checks.play(spec, Task("mastermind", 0, "".join(code)), checks.reference)]
         if e.success
     ]
     assert len(lengths) == 6**3 and max(lengths) == spec.max_turns
@@ -379,7 +379,7 @@ def test_solutions_are_shortest():
             } - seen
             seen |= layer
             depth += 1
-        assert len(checks.play(Sokoban(), Sokoban().task(index), checks.reference_answer).results) == depth
+        assert len(checks.play(Sokoban(), Sokoban().task(index), checks.reference).results) == depth
 
 
 # KeyDoor
@@ -399,7 +399,7 @@ def test_key_door():
     told(env, "down")
     assert told(env, "right") == "..#G\n..P.", "the door is gone too"
     assert env.step("right").truncated
-    assert [len(checks.play(spec, Task("key_door", 0, ROOMS), checks.reference_answer).results)] == [5]
+    assert [len(checks.play(spec, Task("key_door", 0, ROOMS), checks.reference).results)] == [5]
 
 
 def test_a_key_opens_one_door():
@@ -500,7 +500,7 @@ def test_heat_undoes_cold_and_washing_neither():
     "content", ["clean plate sink plate=shelf", "cool egg fridge egg=box", "hot egg oven egg=safe"]
 )
 def test_a_thing_may_stay_where_it_becomes_what_it_shall_be(content):
-    assert checks.play(House(), Task("house", 0, content), checks.reference_answer).success
+    assert checks.play(House(), Task("house", 0, content), checks.reference).success
 
 
 def test_reference_looks_only_where_it_has_been():
@@ -529,4 +529,4 @@ def test_reference_puts_down_what_it_does_not_need():
 def test_every_kind_of_goal_is_made_and_reached(goals):
     spec = House(goals=goals, things=12)
     assert {spec.task(i).content.split()[0] for i in range(20)} == set(goals)
-    assert checks.success_frac(spec, [spec.task(i) for i in range(60)], checks.reference_answer) == 1
+    assert checks.success_frac(spec, [spec.task(i) for i in range(60)], checks.reference) == 1
