@@ -563,14 +563,16 @@ def pages(curves: Path = CURVES) -> dict[str, str]:
     return made
 
 
+def curves() -> dict[str, str]:
+    """Return the pictures of learning curves by their file names, with the measured algorithm that each shows."""
+    known = {bench_name(c): recipe_name(c) for classes in algorithm_classes().values() for c in classes}
+    return {f"{known[name]}.png": name for name in sorted(measured_in(CURVES) & known.keys())}
+
+
 def draw(folder: Path) -> None:
     """Draw the learning curves that were measured, one picture each."""
-    measured = measured_in(CURVES)
-    wanted = {bench_name(c): recipe_name(c) for classes in algorithm_classes().values() for c in classes}
-    if not measured & wanted.keys():
-        return
     sys.path.insert(0, str(ROOT / "benchmarks"))
     bench = importlib.import_module("algorithms")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(measured & wanted.keys()):
-        bench.curve_figure([name], folder / f"{wanted[name]}.png")
+    for picture, name in curves().items():
+        bench.curve_figure([name], folder / picture)

@@ -248,6 +248,7 @@ def test_every_page_is_in_the_navigation():
 def test_links_lead_to_pages_of_the_site():
     pages = make_site.pages()
     pictures = {make_site.site_path(p.relative_to(ROOT).as_posix()) for p in make_site.pictures()}
+    pictures |= {f"algorithms/curves/{name}" for name in make_site.generators().curves()}
     assert "source/configs/algorithms/grpo.gin.md" in pages
     for page, text in pages.items():
         if page.startswith(("api/", "source/")):
