@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import RESOLVED, rollouts_file
+from rolljax.storage.layout import RESOLVED, rollouts_file
 from rolljax.types import Key, Task, Trajectory, Turn
 
 GROUPS, SIBLINGS, TURNS, TURN_TOK = 64, 8, 4, 256

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from rolljax.concurrency.event_loop import EventLoop
     from rolljax.envs.base import EnvSpec
     from rolljax.envs.tools.env import ToolEpisode
     from rolljax.model.tokenizer import Chat
     from rolljax.sampler.client import Sampler
-    from rolljax.threads.event_loop import EventLoop
     from rolljax.types import Message, Sampled
 
 MAX_TOKENS = 256
@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(args)
         env = open_env(args.env)
         from rolljax import serve
+        from rolljax.concurrency.event_loop import EventLoop
         from rolljax.model.tokenizer import Chat
         from rolljax.sampler.client import Sampler
-        from rolljax.threads.event_loop import EventLoop
 
         options = serve.parse(serve_options(args))
         serve.check_arguments(options)
@@ -251,7 +251,7 @@ class ChatSession:
                 self._tell(m)
 
     def _tell(self, message: Message) -> None:
-        from rolljax.run.terminal import visible
+        from rolljax.console.terminal import visible
 
         self._page.print(f"[{message.role}] {visible(message.content)}", style="dim")
 
@@ -279,7 +279,7 @@ class ChatSession:
 
     def _generate(self, prompt: np.ndarray, most: int) -> Sampled | None:
         """Sample an answer to a prompt `[P]` and show its text as it arrives; Ctrl-C ends it. None: no token came."""
-        from rolljax.run.terminal import visible
+        from rolljax.console.terminal import visible
         from rolljax.types import Sampled, SamplingParams
 
         params = SamplingParams(
@@ -331,7 +331,7 @@ def probabilities(chat: Chat, sampled: Sampled) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from rolljax.run.terminal import visible
+    from rolljax.console.terminal import visible
 
     def name(token: int) -> str:
         return visible(chat.vocabulary.name(token), lines=False).replace(" ", "\N{MIDDLE DOT}")

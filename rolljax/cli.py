@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rolljax.console import terminal
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
-from rolljax.run import terminal
 
 if TYPE_CHECKING:
     from rolljax.config.loaded import Loaded
@@ -159,8 +159,8 @@ def run_verb(
       at_sigterm: exit code and message after a SIGTERM that `main` does not handle itself; None: the process ends as by
         default.
     """
+    from rolljax.console.terminal import visible
     from rolljax.errors import ConfigError
-    from rolljax.run.terminal import visible
 
     is_main = threading.current_thread() is threading.main_thread()
     with terminal.safe():

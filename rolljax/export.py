@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
 from rolljax.errors import ConfigError
-from rolljax.run import durable
+from rolljax.storage import durable
 
 if TYPE_CHECKING:
     from rolljax.model.decoder import Dtype, Params
@@ -192,8 +192,8 @@ def export_run(
 
 def write_card(to: Path, run: str | Path, saved: Saved, of: str) -> None:
     """Write the model card of a checkpoint. of: which weights they are, a sentence."""
-    from rolljax.run import model_card
     from rolljax.run.folder import RunFolder
+    from rolljax.storage import model_card
 
     folder, progress = RunFolder(run), saved.progress
     rows = [row for row in folder.rows() if row["step"] <= progress.total_steps]

@@ -36,12 +36,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
+from rolljax.concurrency.event_loop import Stopped
+from rolljax.concurrency.lockstep import SINGLE_PROCESS, Leader, SingleProcess
+from rolljax.concurrency.watchdog import Watchdog
+from rolljax.console.progress import Console
 from rolljax.envs.tasks import open_stream
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import VERDICTS
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
 from rolljax.run.protocols import (
@@ -61,8 +62,7 @@ from rolljax.run.runtime import Runtime
 from rolljax.run.step_metrics import add_groups, add_heldout, add_sampler, timed
 from rolljax.run.tracking import tracking
 from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
-from rolljax.threads.event_loop import Stopped
-from rolljax.threads.watchdog import Watchdog
+from rolljax.storage.layout import VERDICTS
 
 
 def train(

@@ -106,7 +106,7 @@ def show(console: Any, messages: Sequence[Message]) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    from rolljax.run.terminal import visible
+    from rolljax.console.terminal import visible
 
     for m in messages:
         console.print(Panel(Text(visible(m.content)), title=m.role, title_align="left", expand=False))

@@ -87,8 +87,8 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"key, as this address is open to others: {keys[0]}", flush=True)
             allow_open_files(4 * args.max_concurrency)
             engine, params, version, served = load(args)
+            from rolljax.concurrency.watchdog import Watchdog
             from rolljax.sampler.client import Sampler
-            from rolljax.threads.watchdog import Watchdog
 
             with needed("uvicorn", "a server"):
                 from rolljax.serving.server import ServerLimits, Service

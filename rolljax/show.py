@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
+from rolljax.console.terminal import sparkline, visible
 from rolljax.errors import CheckpointError, ConfigError, boundary
-from rolljax.run.terminal import sparkline, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,7 +181,7 @@ def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[
 
 def show_step(page: Console, folder: RunFolder, step: int, limit: int | None = None) -> None:
     """Show the groups of a step, the widest spread of rewards first. limit: at most this many; None: all."""
-    from rolljax.run.console import step_line
+    from rolljax.console.progress import step_line
 
     trajectories = read_step(folder, step)
     row = next((row for row in folder.rows() if row["step"] == step), None)

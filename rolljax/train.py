@@ -24,11 +24,11 @@ from rolljax import cli
 from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from rolljax.cluster.lockstep import Follower, Leader, SingleProcess
+    from rolljax.concurrency.lockstep import Follower, Leader, SingleProcess
     from rolljax.config.loaded import Loaded
+    from rolljax.console.progress import Console
     from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe
-    from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
     from rolljax.run.memory import Account
     from rolljax.run.preflight import Preflight
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     joined: list[SingleProcess | Leader | Follower] = []
 
     def run() -> int:
-        from rolljax.cluster import distributed, lockstep
+        from rolljax.concurrency import distributed, lockstep
 
         processes = distributed.start()
         if args.dry_run:
@@ -94,11 +94,11 @@ def train(
       told_to_stop: called during the run, in addition to signals; True saves and ends the run.
     """
     from rolljax import loop
-    from rolljax.cluster.lockstep import Follower
+    from rolljax.concurrency.event_loop import Stopped
+    from rolljax.concurrency.lockstep import Follower
+    from rolljax.console.progress import Console
     from rolljax.run import memory, preflight, replay, shape_checks
-    from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
-    from rolljax.threads.event_loop import Stopped
 
     folder = RunFolder(args.run_dir or Path("runs") / Path(args.gin[-1]).stem)
     console = console or Console(quiet=args.quiet, color=not args.no_color)

@@ -81,7 +81,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def write_page(runs: Runs, args: argparse.Namespace) -> None:
     """Write the page of a step or a trajectory."""
-    from rolljax.run.terminal import visible
+    from rolljax.console.terminal import visible
     from rolljax.viewer.export import page_of
     from rolljax.viewer.runs import NotThere
 
@@ -106,7 +106,7 @@ def write_page(runs: Runs, args: argparse.Namespace) -> None:
 
 def serve(runs: Runs, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM."""
-    from rolljax.run.terminal import visible
+    from rolljax.console.terminal import visible
     from rolljax.serve import listen, url
 
     with needed("uvicorn", "the viewer in a browser", otherwise="use python -m rolljax.show"):

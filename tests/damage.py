@@ -5,7 +5,7 @@ import os
 import shutil
 import urllib.parse
 
-from rolljax.run.layout import ENVIRONMENT, METRICS, RESOLVED, ROLLOUTS, SUMMARY
+from rolljax.storage.layout import ENVIRONMENT, METRICS, RESOLVED, ROLLOUTS, SUMMARY
 
 DEEP = "[" * 100_000 + "]" * 100_000
 FILES = (RESOLVED, SUMMARY, ENVIRONMENT, METRICS, "rollouts/step_2.jsonl", "rollouts/heldout_rl.jsonl")

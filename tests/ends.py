@@ -7,8 +7,8 @@ import math
 import re
 from pathlib import Path
 
-from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, damage
+from rolljax.storage import durable
 
 
 class Killed(BaseException):

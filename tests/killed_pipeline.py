@@ -6,7 +6,7 @@ import signal
 import sys
 
 from rolljax.data.__main__ import main
-from rolljax.run import durable
+from rolljax.storage import durable
 
 
 def go(kill, arguments):

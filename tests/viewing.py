@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.serve import listen, url
+from rolljax.storage.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.types import Alternatives, Fault, Key, Task, Trajectory, Turn
 from rolljax.viewer.app import make_server
 from rolljax.viewer.runs import Runs

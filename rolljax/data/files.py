@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rolljax.data.base import Record
 from rolljax.envs.data.rows import BadRow, Rows, find_files, open_rows, signature
 from rolljax.errors import DataError, needed
-from rolljax.run import durable
+from rolljax.storage import durable
 
 Format = Literal["jsonl", "jsonl.gz", "parquet"]
 PARQUET_ROWS = 4096

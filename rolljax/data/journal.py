@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolljax.errors import CheckpointError
-from rolljax.run import durable
+from rolljax.storage import durable
 
 
 class Journal:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel, ChatModelConfig, ChatTooLong
+from rolljax.concurrency.event_loop import SteppedLoop
 from rolljax.data.base import Record, fingerprint
 from rolljax.data.journal import Journal
-from rolljax.threads.event_loop import SteppedLoop
 from rolljax.types import Message
 
 T = TypeVar("T")

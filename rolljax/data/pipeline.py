@@ -43,9 +43,9 @@ from rolljax.data.journal import Journal
 from rolljax.data.model_calls import Asker
 from rolljax.data.progress import PipelineProgress
 from rolljax.errors import ConfigError, DataError, check_range
-from rolljax.run import durable
-from rolljax.run.layout import LOCK
-from rolljax.run.lock import locked
+from rolljax.storage import durable
+from rolljax.storage.layout import LOCK
+from rolljax.storage.lock import locked
 
 SETUP, WORK = "pipeline.json", "work"
 SCHEMA = 1

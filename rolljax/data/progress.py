@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rolljax.run.console import ProgressLines
+from rolljax.console.progress import ProgressLines
 
 if TYPE_CHECKING:
     from rolljax.data.base import Ledger

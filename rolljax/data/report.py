@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolljax.run import durable
+from rolljax.storage import durable
 
 REPORT, TABLE, PICTURE = "report.json", "report.md", "report.png"
 MOST_HISTOGRAMS = 5

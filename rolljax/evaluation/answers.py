@@ -20,9 +20,9 @@ from typing import Any
 
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
-from rolljax.run import durable
-from rolljax.run.layout import VERDICTS
-from rolljax.run.lock import locked
+from rolljax.storage import durable
+from rolljax.storage.layout import VERDICTS
+from rolljax.storage.lock import locked
 from rolljax.types import Key, Trajectory
 
 EVALUATION, ANSWERS, TABLE = "evaluation.json", "answers.jsonl", "table.md"

@@ -11,6 +11,7 @@ import numpy as np
 from rolljax.chat_models.base import ChatTooLong, seed_of
 from rolljax.chat_models.client import Endpoint, EndpointConfig, the_only_model
 from rolljax.chat_models.completion import Reply
+from rolljax.concurrency.watchdog import Sleeper
 from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
@@ -18,7 +19,6 @@ from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder
 from rolljax.rollout.episodes import EpisodeCounts, EpisodeRollouts, RolloutConfig
 from rolljax.rollout.start_states import Start
-from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Completion, Message, Sampled
 
 

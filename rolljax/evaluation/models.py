@@ -9,7 +9,8 @@ from typing import Any, Protocol, Self
 
 import jax
 
-from rolljax.cluster.lockstep import SINGLE_PROCESS
+from rolljax.concurrency.lockstep import SINGLE_PROCESS
+from rolljax.concurrency.watchdog import Sleeper
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import Pool
 from rolljax.errors import ConfigError, RolljaxError, needed
@@ -28,7 +29,6 @@ from rolljax.run.runtime import share_sampler
 from rolljax.run.trained_weights import initial_params, trained_checkpoint
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.threads.watchdog import Sleeper
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import SamplingParams
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rolljax.console.progress import ProgressLines
 from rolljax.evaluation.run import Standing
-from rolljax.run.console import ProgressLines
 
 
 class EvaluationProgress(ProgressLines):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolljax.concurrency.event_loop import EventLoop
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
 from rolljax.envs.pool import open_pool
@@ -24,9 +26,7 @@ from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import EpisodeRollouts
-from rolljax.run.layout import VERDICTS
-from rolljax.threads.event_loop import EventLoop
-from rolljax.threads.watchdog import Watchdog
+from rolljax.storage.layout import VERDICTS
 from rolljax.types import EVAL_STREAM, Key, Task, Trajectory
 
 ALL_FAILED = 32

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rolljax.concurrency.event_loop import EventLoop, Stopped
 from rolljax.errors import ConfigError
 from rolljax.library.separate_thread import run_apart
 from rolljax.sampler.client import Sampler
-from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.types import Message, SamplingParams
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rolljax.run.console import Console, step_line
-from rolljax.run.curves import png
+from rolljax.console.progress import Console, step_line
+from rolljax.storage.curves import png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -83,7 +83,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
-        from rolljax.run import records
+        from rolljax.storage import records
 
         return records.summary(self.path)
 
@@ -127,7 +127,7 @@ class Run:
           DataError: no step is on record.
         """
         from rolljax.library.notebook import shown_figure
-        from rolljax.run.curves import figure
+        from rolljax.storage.curves import figure
 
         rows = self._folder.rows()
         if not rows:

@@ -65,8 +65,8 @@ def train(
     from rolljax import cli
 
     cli.quiet()
-    from rolljax.cluster import distributed
-    from rolljax.cluster.lockstep import SINGLE_PROCESS
+    from rolljax.concurrency import distributed
+    from rolljax.concurrency.lockstep import SINGLE_PROCESS
     from rolljax.library.notebook import console_of
     from rolljax.train import parse
     from rolljax.train import train as run_recipe
@@ -126,8 +126,8 @@ def evaluate(
 
     cli.quiet()
     from rolljax import eval as verb
+    from rolljax.concurrency.event_loop import Stopped
     from rolljax.evaluation.settings import Attempts
-    from rolljax.threads.event_loop import Stopped
 
     def work(told_to_stop: Callable[[], bool]) -> EvaluationReport:
         run = _run_of(source)

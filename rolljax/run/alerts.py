@@ -7,8 +7,8 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from rolljax.console.terminal import visible
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.terminal import visible
 from rolljax.types import Group, Trajectory
 
 MOST = 0.5

@@ -27,8 +27,8 @@ import jax
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model.decoder import Params
-from rolljax.run import durable
 from rolljax.run.progress import RunProgress
+from rolljax.storage import durable
 from rolljax.trainer.state import TrainState
 
 MANIFEST, ARRAYS, PROGRESS, WAITING = "manifest.sha256", "arrays", "progress.json", "waiting.jsonl"

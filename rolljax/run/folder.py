@@ -38,11 +38,12 @@ from typing import Any
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import Recipe
-from rolljax.run import damage, durable, records
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
-from rolljax.run.environment import environment
-from rolljax.run.layout import (
+from rolljax.run.progress import RunProgress
+from rolljax.storage import damage, durable, records
+from rolljax.storage.environment import environment
+from rolljax.storage.layout import (
     CHECKPOINTS,
     CONFIG,
     CONSUMED,
@@ -59,8 +60,7 @@ from rolljax.run.layout import (
     rollout_files,
     rollouts_file,
 )
-from rolljax.run.lock import check_ours, locked
-from rolljax.run.progress import RunProgress
+from rolljax.storage.lock import check_ours, locked
 from rolljax.types import Trajectory
 
 RESUMABLE = (
@@ -430,8 +430,8 @@ class RunFolder:
           state_sha256: the fingerprint of the whole train state.
           keep_rollouts: so many of the newest files of rollouts stay (None: all).
         """
-        from rolljax.run import model_card
-        from rolljax.run.curves import draw
+        from rolljax.storage import model_card
+        from rolljax.storage.curves import draw
 
         rows = self.rows()
         durable.write(self.path / CURVES, draw(rows, progress.heldout_reward))

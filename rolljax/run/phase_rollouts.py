@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rolljax.concurrency.event_loop import Stopped
 from rolljax.errors import RolljaxError, TrainerError
 from rolljax.metrics import MetricsReport
 from rolljax.recipe import Recipe
@@ -25,7 +26,6 @@ from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
 from rolljax.run.step_metrics import StepGroups
 from rolljax.run.validation import reference_groups
-from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
 

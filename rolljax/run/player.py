@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rolljax.concurrency.event_loop import EventLoop
 from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
@@ -15,7 +16,6 @@ from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress
 from rolljax.sampler.client import Sampler
-from rolljax.threads.event_loop import EventLoop
 from rolljax.types import EVAL_STREAM, Group, SamplingParams, Trajectory
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax import reading
+from rolljax.concurrency.event_loop import EventLoop
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
@@ -31,9 +32,8 @@ from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
 from rolljax.run import reference_answers
-from rolljax.run.layout import RESOLVED, TEMPLATE
 from rolljax.run.reference_answers import ReferenceAnswer
-from rolljax.threads.event_loop import EventLoop
+from rolljax.storage.layout import RESOLVED, TEMPLATE
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
 from rolljax.trainer.publish import share_devices

@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from rolljax.concurrency.watchdog import Watchdog
+from rolljax.console.progress import Console
 from rolljax.errors import EnvError, TrainerError
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.alerts import Alerts, samples
-from rolljax.run.console import Console
 from rolljax.run.consumed import ConsumedStep
-from rolljax.run.curves import draw
 from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepGroups, StepReport, mean_reward, timed
 from rolljax.run.tracking import answers_text
 from rolljax.run.trainer import Trainer
-from rolljax.threads.watchdog import Watchdog
+from rolljax.storage.curves import draw
 from rolljax.trackers.feed import Trackers
 from rolljax.trainer.phase_trainer import NotFinite
 from rolljax.types import Group, Trajectory

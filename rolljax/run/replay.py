@@ -23,11 +23,11 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.domains import group_filters
 from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder, setting_of_phase
-from rolljax.run.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
 from rolljax.run.step_metrics import StepGroups
+from rolljax.storage.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
+from rolljax.concurrency.event_loop import EventLoop
+from rolljax.concurrency.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.envs.pool import open_pool
 from rolljax.errors import HangError, needed
 from rolljax.model.axes import SLOT_AXES
@@ -19,8 +21,6 @@ from rolljax.run.weight_channel import Publisher, WeightChannel, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
-from rolljax.threads.event_loop import EventLoop
-from rolljax.threads.watchdog import Watchdog
 
 
 def share_sampler(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
 from rolljax.envs.pool.blame import SET_ASIDE
@@ -17,7 +18,6 @@ from rolljax.metrics import ENV_PREFIX, MetricsReport
 from rolljax.rollout.filters import tampered
 from rolljax.run.consumed import ConsumedStep
 from rolljax.sampler.client import SamplerStats
-from rolljax.threads.watchdog import Watchdog
 from rolljax.types import Group, Key, TokenColumn, Trajectory
 
 PARTS = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rolljax.console.progress import OWNERS, judged_by, waits
+from rolljax.console.terminal import duration, visible
 from rolljax.errors import CheckpointError, boundary
-from rolljax.run import records
-from rolljax.run.console import OWNERS, judged_by, waits
-from rolljax.run.environment import command_line
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import ENVIRONMENT
-from rolljax.run.terminal import duration, visible
+from rolljax.storage import records
+from rolljax.storage.environment import command_line
+from rolljax.storage.layout import ENVIRONMENT
 
 Row = Mapping[str, Any]
 

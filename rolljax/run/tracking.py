@@ -7,12 +7,12 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 
+from rolljax.concurrency.event_loop import Stopped
 from rolljax.errors import ConfigError, RolljaxError, boundary
 from rolljax.recipe import Recipe
-from rolljax.run import durable
 from rolljax.run.alerts import best_and_worst
 from rolljax.run.folder import RunFolder
-from rolljax.threads.event_loop import Stopped
+from rolljax.storage import durable
 from rolljax.trackers import feed
 from rolljax.trackers.base import Outcome, RunInfo, TrackerConfig
 from rolljax.trackers.feed import Feed, Trackers

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rolljax.console.progress import Console
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model.decoder import Params
 from rolljax.run.checkpoint import Saved, Step
-from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights, plain_params, start_params
 from rolljax.run.preflight import ResolvedRecipe

@@ -13,13 +13,14 @@ from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
 from rolljax.rollout.mixture_rules import Perplexities
-from rolljax.run import durable, reference_policies, reward_models
+from rolljax.run import reference_policies, reward_models
 from rolljax.run.checkpoint import Saved
 from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights, plain_params, start_params
-from rolljax.run.layout import RESULT
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.progress import RunProgress
+from rolljax.storage import durable
+from rolljax.storage.layout import RESULT
 from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import PhaseTrainer, TrainedStep
 from rolljax.trainer.state import TrainState, fingerprint

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import jax
 
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
@@ -15,7 +16,6 @@ from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.step_metrics import timed
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.worker import EngineWorker
-from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import Reshard, checksums, differing, make_publish, share_devices
 
 LOCKSTEP_CALLS = ("pull",)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rolljax.concurrency.inbox import Inbox
 from rolljax.errors import HangError, RolljaxError, SamplerError, boundary
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
@@ -25,7 +26,6 @@ from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK
 from rolljax.sampler.worker import EngineWorker
-from rolljax.threads.inbox import Inbox
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
 T = TypeVar("T")

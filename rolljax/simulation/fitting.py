@@ -13,8 +13,8 @@ from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.fields import Damaged, Fields, parse
 from rolljax.recipe import Recipe
-from rolljax.run.layout import METRICS, rollouts_file
 from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
+from rolljax.storage.layout import METRICS, rollouts_file
 from rolljax.trainer.mesh import Colocated
 
 MAX_VALUES = 2000

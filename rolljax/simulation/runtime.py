@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.envs.pool import EnvPool
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
@@ -22,7 +23,6 @@ from rolljax.run.step_metrics import StepGroups, StepReport, token_ages
 from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Timings
-from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import EVAL_STREAM, Group, Task, Trajectory

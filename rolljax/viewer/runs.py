@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
-from rolljax.run import layout
+from rolljax.storage import layout
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Record, TrajectoryFile, scan, summary
 

@@ -10,7 +10,7 @@ from typing import Any
 from rolljax.errors import CheckpointError
 from rolljax.model.tokenizer import byte_core, load_tokenizer
 from rolljax.model.vocabulary import Vocabulary
-from rolljax.run.layout import RESULT
+from rolljax.storage.layout import RESULT
 
 
 class TokenTexts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.run.console import Console
+from rolljax.console.progress import Console
 
 from ..conftest import EMITTERS
 

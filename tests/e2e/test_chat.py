@@ -12,7 +12,7 @@ from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
-from rolljax.run.layout import CONFIG, RESOLVED
+from rolljax.storage.layout import CONFIG, RESOLVED
 from rolljax.types import Completion, Sampled, SamplingParams
 
 

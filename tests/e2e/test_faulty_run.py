@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from rolljax.concurrency import watchdog
 from rolljax.metrics import check_row
 from rolljax.run import preflight
-from rolljax.threads import watchdog
 from rolljax.train import main as train
 
 from .conftest import QUICKSTART, rows, summary

@@ -125,7 +125,7 @@ def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
     code = """if True:
         import os, sys
         from rolljax.export import main as export
-        from rolljax.run import durable
+        from rolljax.storage import durable
         durable.reach = lambda point, path: point == "written" and path.name == "out" and os._exit(9)
         sys.exit(export(sys.argv[1:]))
     """

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from rolljax import cli
-from rolljax.cluster.lockstep import SingleProcess
+from rolljax.concurrency.lockstep import SingleProcess
 from rolljax.errors import ConfigError
-from rolljax.run import durable
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
 from rolljax.run.trainer import Trainer
+from rolljax.storage import durable
 from rolljax.train import main as train
 from rolljax.train import parse
 from rolljax.train import train as train_recipe
@@ -320,7 +320,7 @@ def test_killed_at_every_point(watched, tmp_path, capsys):
 KILLED_BY_CHANCE = """
 import os, random, signal, sys, threading
 from rolljax.train import main as train, parse, train as train_recipe
-from rolljax.run import durable
+from rolljax.storage import durable
 chance, passed = random.Random(int(sys.argv[1])), 0
 last = chance.randrange(int(sys.argv[2]))
 def reach(point, path):

@@ -22,9 +22,9 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
-from rolljax.run.layout import RESOLVED
 from rolljax.run.preflight import check as check_run
 from rolljax.run.trained_weights import trained_params
+from rolljax.storage.layout import RESOLVED
 from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 

@@ -1,6 +1,6 @@
 """The update of the trainer gives the same loss and the same gradients on every mesh, in one process and in two.
 
-Run as a script it is one of the two processes: `test_meshes.py OUT FOLDER COPY`, found by `rolljax.cluster.distributed`. It also
+Run as a script it is one of the two processes: `test_meshes.py OUT FOLDER COPY`, found by `rolljax.concurrency.distributed`. It also
 reads a Hugging Face folder onto the mesh of both, and writes it again.
 """
 
@@ -144,7 +144,7 @@ def test_two_processes_read_a_folder_and_write_it(processes):
 
 
 def test_a_run_refuses_to_be_several_processes(monkeypatch):
-    from rolljax.cluster import distributed
+    from rolljax.concurrency import distributed
     from rolljax.errors import ConfigError
 
     for name in ("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES"):
@@ -162,7 +162,7 @@ def test_a_run_refuses_to_be_several_processes(monkeypatch):
 
 
 def main(out, folder, copy):
-    from rolljax.cluster import distributed
+    from rolljax.concurrency import distributed
     from rolljax.model import hf
     from rolljax.model.tokenizer import byte_tokenizer
     from rolljax.trainer.mesh import param_shardings

@@ -3,13 +3,13 @@
 import pytest
 
 from rolljax import loop
+from rolljax.concurrency.event_loop import Stopped
 from rolljax.config.loader import load
+from rolljax.console.progress import Console
 from rolljax.evaluation.settings import Benchmark
 from rolljax.recipe import Recipe
-from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check
-from rolljax.threads.event_loop import Stopped
 
 from .conftest import QUICKSTART, StopAt, check_conserved, rows
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from rolljax import cli, loop
+from rolljax.concurrency.event_loop import Stopped
+from rolljax.console.progress import Console
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.metrics import check_row
 from rolljax.model.axes import SLOT_AXES
@@ -17,7 +19,6 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.model.lora import Lora
-from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.run.preflight import meshes
@@ -27,7 +28,6 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.sampler.worker import EngineWorker
-from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec, Split, param_shardings
 from rolljax.trainer.publish import Reshard, checksums, differing

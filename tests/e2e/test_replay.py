@@ -13,7 +13,7 @@ import time
 import pytest
 
 from rolljax import cli
-from rolljax.cluster.lockstep import SingleProcess
+from rolljax.concurrency.lockstep import SingleProcess
 from rolljax.metrics import check_row
 from rolljax.recipe import Phase
 from rolljax.run.checkpoint import Checkpoints
@@ -239,7 +239,7 @@ import os, random, sys
 from rolljax.train import main
 from rolljax.rollout.group_buffer import GroupBuffer
 from rolljax.rollout.policies import SamplerPolicy
-from rolljax.run import durable
+from rolljax.storage import durable
 chance = random.Random(int(sys.argv[1]))
 points, events = chance.randrange(int(sys.argv[2])), chance.choice((0, chance.randrange(40)))
 def event(*_):

@@ -11,11 +11,12 @@ import pytest
 
 from rolljax import eval as eval_verb
 from rolljax import loop
+from rolljax.concurrency.event_loop import Stopped
+from rolljax.console.progress import Console
 from rolljax.envs.tasks import TaskStream
 from rolljax.export import main as export
 from rolljax.metrics import MetricsReport, check_row
 from rolljax.rollout.policies import GoldPolicy, SamplerPolicy
-from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
@@ -24,7 +25,6 @@ from rolljax.run.runtime import Runtime
 from rolljax.run.trained_weights import trained_params
 from rolljax.run.trainer import Trainer
 from rolljax.sampler.scheduler import Scheduler
-from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.train import parse, stopped
 from rolljax.types import Group, SamplingParams, Trajectory

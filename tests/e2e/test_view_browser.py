@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
+from rolljax.storage.layout import METRICS, RESOLVED, SUMMARY
 
 from .. import viewing
 

@@ -22,7 +22,7 @@ from rolljax.data.texts import jaccard, shingles
 from rolljax.envs.records import Records
 from rolljax.errors import CheckpointError, ConfigError, DataError, InfraError
 from rolljax.recipes.rome import turn_mask
-from rolljax.run.layout import LOCK
+from rolljax.storage.layout import LOCK
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

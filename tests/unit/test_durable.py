@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from rolljax.errors import CheckpointError, ConfigError, StorageError
-from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.folder import RunFolder
-from rolljax.run.lock import locked
 from rolljax.run.progress import RunProgress
+from rolljax.storage import durable
+from rolljax.storage.lock import locked
 from tests.ends import Killed, at_points
 
 

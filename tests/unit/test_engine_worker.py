@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax.cluster.lockstep import Lockstep
+from rolljax.concurrency.lockstep import Lockstep
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.engine import Engine

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from rolljax.concurrency.event_loop import EventLoop, SteppedLoop, Stopped
 from rolljax.errors import EnvError, HangError
-from rolljax.threads.event_loop import EventLoop, SteppedLoop, Stopped
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 from rolljax import reading, show
 from rolljax.errors import CheckpointError, ConfigError, RolljaxError, StorageError
 from rolljax.library.run import Run
-from rolljax.run import durable, records
 from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import rollout_files
+from rolljax.storage import durable, records
+from rolljax.storage.layout import rollout_files
 from tests.unit.test_show import make_run, trajectory
 
 DEEP = "[" * 100_000

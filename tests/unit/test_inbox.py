@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rolljax.threads.inbox import Inbox
+from rolljax.concurrency.inbox import Inbox
 
 WAIT_S = 120
 

@@ -16,6 +16,7 @@ import types
 import numpy as np
 import pytest
 
+from rolljax.concurrency.event_loop import EventLoop, Stopped
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.pool import PoolConfig, open_pool
@@ -32,7 +33,6 @@ from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
 from rolljax.run.replay import RunLog, open_rollouts
-from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.types import Completion, Message, Sampled, Task

@@ -10,9 +10,9 @@ from rolljax import cli
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import rollouts_file
 from rolljax.run.protocols import StepGroups
 from rolljax.run.replay import RunLog, read_log
+from rolljax.storage.layout import rollouts_file
 from rolljax.types import Expert, Fault, Group, Key, Task, Trajectory, Turn
 
 FLOATS = (0.1, 1 / 3, 5e-324, 1e300)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from rolljax import cli
+from rolljax.console import terminal
+from rolljax.console.progress import Console, TolerantConsole
 from rolljax.errors import EnvError
-from rolljax.run import terminal
-from rolljax.run.console import Console, TolerantConsole
 
 ROOT = Path(__file__).parents[2]
 VERB = """
 import sys
 from rolljax import cli
 from rolljax.errors import EnvError
-from rolljax.run.console import Console
+from rolljax.console.progress import Console
 
 def main():
     console = Console()

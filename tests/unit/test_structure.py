@@ -87,36 +87,37 @@ LEFT = {
     "metrics": {"types", "errors"},
     "reading": {"errors"},
     "fields": {"reading"},
-    "threads": {"errors"},
+    "concurrency": {"errors"},
+    "console": {"errors", "reading"},
+    "storage": {"errors", "reading", "types"},
     "sandbox": {"errors", "types"},
     "model": {"errors", "reading", "types"},
-    "envs": {"errors", "reading", "types", "threads", "sandbox"},
-    "sampler": {"errors", "types", "threads", "model"},
+    "envs": {"errors", "reading", "types", "concurrency", "sandbox"},
+    "sampler": {"errors", "types", "concurrency", "model"},
     "trainer": {"errors", "types", "metrics", "model"},
-    "serving": {"errors", "reading", "types", "threads", "model", "sampler"},
-    "chat_models": {"errors", "types", "threads", "model", "envs", "sampler"},
-    "rewards": {"errors", "reading", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models"},
-    "rollout": {"errors", "types", "threads", "sandbox", "model", "envs", "sampler", "serving", "trainer", "rewards"},
-    "cluster": {"errors", "threads", "sampler"},
+    "serving": {"errors", "reading", "types", "concurrency", "model", "sampler"},
+    "chat_models": {"errors", "types", "concurrency", "model", "envs", "sampler"},
+    "rewards": {"errors", "reading", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models"},
+    "rollout": {"errors", "types", "concurrency", "sandbox", "model", "envs", "sampler", "serving", "trainer", "rewards"},
     "aot": {"errors", "types", "model", "sampler", "trainer"},
     "config": {"errors"},
     "trackers": {"errors"},
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout", "trackers"},
-    "run": {"errors", "reading", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
-            "rewards", "rollout", "cluster", "recipe", "config", "trackers", "aot"},
-    "viewer": {"errors", "reading", "fields", "types", "metrics", "model", "serving", "run"},
-    "evaluation": {"errors", "reading", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
-                   "cluster", "recipe", "run"},
-    "data": {"errors", "types", "threads", "model", "envs", "sampler", "chat_models", "run"},
-    "simulation": {"errors", "reading", "fields", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run",
-                   "aot"},
-    "recipes": {"errors", "reading", "fields", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
-                "rewards", "rollout", "recipe", "run", "evaluation", "data", "library"},
+    "run": {"errors", "reading", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
+            "rewards", "rollout", "recipe", "config", "trackers", "aot", "console", "storage"},
+    "viewer": {"errors", "reading", "fields", "types", "metrics", "model", "serving", "storage", "run"},
+    "evaluation": {"errors", "reading", "types", "concurrency", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
+                   "recipe", "console", "storage", "run"},
+    "data": {"errors", "types", "concurrency", "model", "envs", "sampler", "chat_models", "console", "storage"},
+    "simulation": {"errors", "reading", "fields", "types", "concurrency", "model", "envs", "sampler", "trainer", "rollout", "recipe", "storage",
+                   "run", "aot"},
+    "recipes": {"errors", "reading", "fields", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
+                "rewards", "rollout", "recipe", "storage", "run", "evaluation", "data", "library"},
 }  # fmt: skip
 """What each room, or module at the root, may import besides itself; the loop, the verbs and `library`, which is the verbs as
 functions, may import everything."""
 OUTSIDE = {
-    "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "reading": {"jax", "numpy"}, "fields": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
+    "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "reading": {"jax", "numpy"}, "fields": {"jax", "numpy"}, "metrics": {"jax"},
     "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"}, "viewer": {"jax", "flax", "optax", "transformers"},
     "trackers": {"jax", "numpy"},
 }  # fmt: skip
@@ -315,7 +316,7 @@ def test_simple_queues_are_found(code):
 
 
 def test_no_thread_waits_on_a_simple_queue():
-    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.threads.inbox`."""
+    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.concurrency.inbox`."""
     files = [f for name in ("rolljax", "benchmarks", "examples") for f in sorted((ROOT.parent / name).rglob("*.py"))]
     assert len(files) > len(FILES)
     texts = {f: text for f in files if "queue" in (text := f.read_text())}

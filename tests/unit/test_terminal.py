@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rolljax.run import console as console_module
-from rolljax.run.console import Console, bottleneck, faults, panel_rows, step_line, waits
+from rolljax.console import progress as console_module
+from rolljax.console.progress import Console, bottleneck, faults, panel_rows, step_line, waits
+from rolljax.console.terminal import duration, sparkline, visible
 from rolljax.run.folder import RESOLVED, RunFolder
 from rolljax.run.summary import summary_lines
-from rolljax.run.terminal import duration, sparkline, visible
 
 ROW = {
     "step": 12, "phase_step": 12, "reward/mean": 0.5, "rollout/len_tok": 7.0, "rollout/fail_frac": 0.0, "time/step_s": 10.0,
@@ -154,7 +154,7 @@ def test_a_summary_to_paste(tmp_path):
 def test_a_run_outlives_the_reader_of_its_lines():
     code = """
 import os, sys
-from rolljax.run.console import Console
+from rolljax.console.progress import Console
 read, write = os.pipe()
 os.close(read)
 os.dup2(write, 2)

@@ -15,7 +15,7 @@ from rolljax import view
 from rolljax.model.tokenizer import byte_core
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import METRICS
+from rolljax.storage.layout import METRICS
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.apply_credit import token_columns
 from rolljax.trainer.credit.episodes import Credit

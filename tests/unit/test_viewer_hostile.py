@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from rolljax import view
-from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
+from rolljax.storage.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.viewer.runs import Runs, ViewedRun
 from tests import damage, viewing
 

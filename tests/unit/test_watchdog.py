@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
+from rolljax.concurrency import watchdog
+from rolljax.concurrency.event_loop import EventLoop
+from rolljax.concurrency.inbox import Inbox
+from rolljax.concurrency.watchdog import CHECK_EVERY_S, LOOKS, QUIET_S, Watchdog
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import HangError
-from rolljax.threads import watchdog
-from rolljax.threads.event_loop import EventLoop
-from rolljax.threads.inbox import Inbox
-from rolljax.threads.watchdog import CHECK_EVERY_S, LOOKS, QUIET_S, Watchdog
 from tests.faulty import FaultyThread, play
 
 WAIT_S = 60

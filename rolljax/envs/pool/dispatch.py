@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from rolljax.concurrency.inbox import Mailbox
 from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
@@ -26,7 +27,6 @@ from rolljax.envs.pool.link import Cause, WorkerLink
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.workers import PoolWorker, RemoteSlot, WorkerCall, WorkerSlot
 from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
-from rolljax.threads.inbox import Mailbox
 from rolljax.types import Task
 
 MAX_START_FAILURES = 5

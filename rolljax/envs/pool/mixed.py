@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 
+from rolljax.concurrency.watchdog import Sleeper
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
 from rolljax.envs.pool.pool import EnvPool, Episode, PoolStats
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import InfraError
-from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Task
 
 

@@ -15,14 +15,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from rolljax.concurrency.inbox import Mailbox
+from rolljax.concurrency.watchdog import Sleeper
 from rolljax.envs.base import Action, EnvSpec, StepResult
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadBackend
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
-from rolljax.threads.inbox import Mailbox
-from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Message, Task
 
 NUM_THREADS = 2
@@ -127,7 +127,7 @@ class EnvPool:
 
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """What threads of this pool wait for that wait without an end (`rolljax.threads.watchdog`)."""
+        """What threads of this pool wait for that wait without an end (`rolljax.concurrency.watchdog`)."""
         return (self._backend.calls,) if isinstance(self._backend, ThreadBackend) else ()
 
     @property

@@ -16,6 +16,7 @@ import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rolljax.concurrency.inbox import Inbox
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.checks import describe
@@ -24,7 +25,6 @@ from rolljax.envs.pool.link import LinkEvents
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.ray_cluster import CLUSTER
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.threads.inbox import Inbox
 
 PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -15,13 +15,13 @@ import threading
 import time
 from typing import Any
 
+from rolljax.concurrency.inbox import Inbox, Mailbox
 from rolljax.envs.base import Action, EnvSpec
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.episode_runner import EpisodeRunner
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
-from rolljax.threads.inbox import Inbox, Mailbox
 from rolljax.types import Task
 
 AT_ONCE = 16

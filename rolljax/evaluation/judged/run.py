@@ -26,7 +26,7 @@ from rolljax.evaluation.judged.judges import Judges
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
 from rolljax.evaluation.settings import Attempts, Benchmark
-from rolljax.run import durable
+from rolljax.storage import durable
 from rolljax.types import Fault, Key, Trajectory
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax.chat_models.base import Asking, ChatModel
+from rolljax.concurrency.event_loop import EventLoop, Stopped
 from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.tasks import training_indices
 from rolljax.envs.text import bounded
@@ -19,8 +20,7 @@ from rolljax.library.separate_thread import run_apart
 from rolljax.recipes.think_j import thought_pairs
 from rolljax.recipes.think_j.judging import JudgeQuestion, Judging
 from rolljax.recipes.think_j.thought_pairs import Traces
-from rolljax.run import durable
-from rolljax.threads.event_loop import EventLoop, Stopped
+from rolljax.storage import durable
 
 if TYPE_CHECKING:
     from rolljax.library.model import LoadedModel

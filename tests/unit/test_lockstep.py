@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rolljax.cluster import lockstep
-from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader
+from rolljax.concurrency import lockstep
+from rolljax.concurrency.lockstep import SINGLE_PROCESS, Follower, Leader
 from rolljax.errors import ConfigError, InfraError, RolljaxError, TrainerError
 from rolljax.run.folder import RunFolder
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolljax import reading
 from rolljax.errors import CheckpointError, boundary
-from rolljax.run.layout import SUMMARY
+from rolljax.storage.layout import SUMMARY
 from rolljax.types import Trajectory
 
 Row = dict[str, Any]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rolljax import reading
-from rolljax.run import records
-from rolljax.run.layout import CONSUMED, METRICS
+from rolljax.storage import records
+from rolljax.storage.layout import CONSUMED, METRICS
 
 LOGS = (METRICS, CONSUMED)
 CHECKED_BYTES = 16 << 30

@@ -15,10 +15,10 @@ from typing import Any
 
 import rolljax
 from rolljax import reading
-from rolljax.run import durable
-from rolljax.run.curves import draw
-from rolljax.run.environment import command_line
-from rolljax.run.layout import CONFIG, CURVES, ENVIRONMENT, RESOLVED
+from rolljax.storage import durable
+from rolljax.storage.curves import draw
+from rolljax.storage.environment import command_line
+from rolljax.storage.layout import CONFIG, CURVES, ENVIRONMENT, RESOLVED
 
 CARD = "README.md"
 MAX_GIN_CHARS = 65_536

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 from rich.console import Console as RichConsole
 
-from rolljax.run.terminal import Unfailing, duration, sparkline
+from rolljax.console.terminal import Unfailing, duration, sparkline
 
 LINE_EVERY_S = 5.0
 

@@ -24,7 +24,7 @@ class Inbox(Generic[T]):
     waiting for it continues with the rest of its time, which is negative by then and means forever. Here the rest is
     checked before every wait.
 
-    name: of the thread that takes, for reports (`rolljax.threads.watchdog`).
+    name: of the thread that takes, for reports (`rolljax.concurrency.watchdog`).
     """
 
     def __init__(self, name: str) -> None:

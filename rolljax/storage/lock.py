@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rolljax import reading
 from rolljax.errors import ConfigError
-from rolljax.run import durable
-from rolljax.run.layout import LOCK
+from rolljax.storage import durable
+from rolljax.storage.layout import LOCK
 
 
 def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:

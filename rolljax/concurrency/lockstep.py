@@ -24,8 +24,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar, cast
 
+from rolljax.concurrency.inbox import Inbox
 from rolljax.errors import InfraError, RolljaxError, TrainerError
-from rolljax.threads.inbox import Inbox
 
 JOIN_S = 300.0
 """Longest wait for all processes to connect."""

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, Self, TypeVar
 
+from rolljax.concurrency.watchdog import Watchdog
 from rolljax.errors import HangError
-from rolljax.threads.watchdog import Watchdog
 
 T = TypeVar("T")
 P = ParamSpec("P")

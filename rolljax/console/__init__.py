@@ -1,0 +1,1 @@
+"""Output for people: progress, foreign text made safe for a terminal, curves of characters."""

@@ -1,0 +1,1 @@
+"""Files of a run that survive a kill: atomic writes, locks, layout, records and their damage."""

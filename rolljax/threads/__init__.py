@@ -1,1 +1,0 @@
-"""Shared tools for threads of this process: queues, waits, an event loop."""
