@@ -408,7 +408,7 @@ def said(*messages):
 
 
 @pytest.mark.parametrize(
-    "row, opening, answers, rejected",
+    "row, initial_messages, answers, rejected",
     [
         ({"messages": [BE, ASK, NO]}, [BE, ASK], ["No."], None),
         ({"messages": json.dumps([BE, ASK, NO])}, [BE, ASK], ["No."], None),
