@@ -203,7 +203,7 @@ def shout(times: int) -> str:
 
 def test_long_results_keep_their_ends():
     tools = PythonTools((shout,)).open()
-    limits = ToolLimits(told_bytes=100, kept_bytes=1000)
+    limits = ToolLimits(shown_bytes=100, kept_bytes=1000)
     for times in range(40, 600, 7):
         result = tools.call("shout", {"times": times}, limits)
         assert result.bytes == 2 * times and result.truncated == (2 * times > 1000)
@@ -275,7 +275,7 @@ def test_joined_tools():
     "make",
     [
         lambda: ToolLimits(calls_per_turn=0),
-        lambda: ToolLimits(told_bytes=3),
+        lambda: ToolLimits(shown_bytes=3),
         lambda: ToolLimits(kept_bytes=100),
         lambda: ToolLimits(call_s=0),
         lambda: PythonTools(("no.such.function",)),

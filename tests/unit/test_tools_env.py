@@ -95,7 +95,7 @@ def test_calls_are_executed_and_the_rest_goes_on():
     env = start()
     result = env.step(f"I try: {say('hello')}")
     assert result.messages == (Message("tool", "hello"),) and result.reward == 0 and not result.terminated
-    assert result.metrics["tool_calls_n"] == 1 and result.metrics["tool_told_bytes"] == 5
+    assert result.metrics["tool_calls_n"] == 1 and result.metrics["tool_shown_bytes"] == 5
     assert told(env.step("hello")) == ["heard"]
     assert env._inner.heard == ["hello"]
 
@@ -146,9 +146,9 @@ def test_a_million_calls_cost_no_more_than_a_few():
 
 
 def test_long_results_are_told_in_part():
-    env = start(limits=ToolLimits(told_bytes=64))
+    env = start(limits=ToolLimits(shown_bytes=64))
     result = env.step(say("x" * 5000))
-    assert len(told(result)[0]) <= 64 and "5000 bytes" in told(result)[0] and result.metrics["tool_told_bytes"] <= 64
+    assert len(told(result)[0]) <= 64 and "5000 bytes" in told(result)[0] and result.metrics["tool_shown_bytes"] <= 64
 
 
 def test_a_dead_server_fails_the_episode():

@@ -34,7 +34,7 @@ class ToolLimits:
     """Maximum number of tool calls in one turn; further calls are not run."""
     calls_per_episode: int = 5
     """Maximum number of tool calls in one episode; further calls are not run."""
-    told_bytes: int = 16 * 1024
+    shown_bytes: int = 16 * 1024
     """Maximum number of bytes of a result that the policy sees; the middle of a longer result is left out."""
     kept_bytes: int = 1024 * 1024
     """Maximum number of bytes of a result that are recorded."""
@@ -45,14 +45,14 @@ class ToolLimits:
 
     def __post_init__(self) -> None:
         check_range(self, "calls_per_turn", "calls_per_episode", "concurrency", low=1)
-        check_range(self, "told_bytes", low=64)
+        check_range(self, "shown_bytes", low=64)
         check_range(self, "call_s", above=0)
-        if self.kept_bytes < self.told_bytes:
+        if self.kept_bytes < self.shown_bytes:
             raise ConfigError(
                 "is less than the limit of a result for the policy",
                 setting="ToolLimits.kept_bytes",
                 value=self.kept_bytes,
-                remedy=f"at least ToolLimits.told_bytes, {self.told_bytes}",
+                remedy=f"at least ToolLimits.shown_bytes, {self.shown_bytes}",
             )
 
 
@@ -119,7 +119,7 @@ class ToolResult:
 
     def told(self, limits: ToolLimits = DEFAULT_LIMITS) -> str:
         """Return the text for the policy: its start and its end, if the whole is too long."""
-        return clip(self.text, limits.told_bytes)[0]
+        return clip(self.text, limits.shown_bytes)[0]
 
 
 class ToolSet(abc.ABC):

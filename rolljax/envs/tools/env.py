@@ -180,7 +180,7 @@ class ToolEpisode(Env):
                 "tool_unparsed_n": sum(r.kind == "unparsed" for r in results),
                 "tool_timeouts_n": sum(r.kind == "timeout" for r in results),
                 "tool_repeats_n": sum(again[-len(results) :]),
-                "tool_told_bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
+                "tool_shown_bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
             },
         )
 

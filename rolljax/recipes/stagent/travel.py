@@ -162,7 +162,7 @@ class Travel(TravelDesk):
     """Maximum number of tool uses in an episode, which has one turn more than that."""
     calls_per_turn: int = 4
     """Maximum number of tool uses in one answer."""
-    told_bytes: int = 4096
+    shown_bytes: int = 4096
     """Maximum number of bytes of a result that the policy sees."""
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class Travel(TravelDesk):
     @functools.cached_property
     def _env(self) -> ToolEnv:
         desk = TravelDesk(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TravelDesk)})
-        limits = ToolLimits(self.calls_per_turn, self.calls, self.told_bytes)
+        limits = ToolLimits(self.calls_per_turn, self.calls, self.shown_bytes)
         return ToolEnv(desk, limits=limits)
 
     @property
