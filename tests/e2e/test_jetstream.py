@@ -309,7 +309,7 @@ def test_a_step_reads_the_weights_once_and_follows_a_swap(without, head):
     state = head.insert(prefix, state, 0)
     _, state = follow(head, state, [0], 3)
     copy = jax.tree.map(lambda x: x.copy(), state)
-    handle = without.Weights(head.load_params().params)
+    handle = without.LoadedWeights(head.load_params().params)
     handle.swap(other, 3)
     assert handle.version == 3
     swapped = [r.convert_to_numpy().data[0] for r in (head.generate(handle, state)[1], head.generate(other, copy)[1])]

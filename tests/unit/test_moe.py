@@ -258,7 +258,7 @@ def test_choices_stand_at_their_tokens(batch):
 
 def load(chosen, probs, counted):
     """Of two layers that do the same."""
-    mixture = moe.Mixture(*(jnp.stack([jnp.asarray(a)] * 2) for a in (chosen, probs)))
+    mixture = moe.ExpertRouting(*(jnp.stack([jnp.asarray(a)] * 2) for a in (chosen, probs)))
     return moe.Load.of(mixture, jnp.asarray(counted)).metrics(ROUTING)
 
 

@@ -238,7 +238,7 @@ class Run:
         return [g for groups in self.steps for g in groups.trained]
 
     @property
-    def draws(self):
+    def prompt_indices(self):
         return [g.prompt_index for g in self.trained]
 
     @property

@@ -275,3 +275,7 @@ class JetStreamEngineApi(abc.ABC):
 
     def free_resource(self, slot: int) -> Any:
         return None
+
+
+Engine, ResultTokens = JetStreamEngineApi, JetStreamResultTokens
+"""Under JetStream's own names, by which `engine.py` finds either its classes or these."""
