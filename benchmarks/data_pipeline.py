@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 PARTS = "from rolljax.data import dedup\nfrom rolljax.data import filters\nfrom rolljax.data import pipeline\n"
-STAGES = "@dedup.Exact(), {minhash}@filters.Length(), @filters.Language()"
+STAGES = "@dedup.Exact(), {minhash}@filters.Length(), @filters.KeepScripts()"
 
 
 def write(path: Path, num: int) -> None:
