@@ -50,7 +50,7 @@ def problems(path, num):
 
 def dry_run(model, path, *more, config=CONFIG):
     settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"', *more]
-    return train(["--gin", "rlvr_mixture_qwen3_4b", *(a for s in settings for a in ("--set", s)), "--dry_run"])
+    return train(["--gin", config, *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
 def test_dry_run(folder, tmp_path, capsys):

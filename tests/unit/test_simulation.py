@@ -365,7 +365,7 @@ DAMAGE = [
     (METRICS, changed("time/update_s", value={"a": [1]}), "time/update_s is an object of 1, not"),
     (METRICS, changed("time/update_s", value=10**400), "time/update_s is a number out of range, not"),
     *((ROLLOUTS, changed(name), f"{name} is missing") for name in ("status", "turns", "key", "env_s", "reward", "success")),
-    (ROLLOUTS, changed("key", "draw"), "key.prompt_index is missing"),
+    (ROLLOUTS, changed("key", "prompt_index"), "key.prompt_index is missing"),
     (ROLLOUTS, changed("key", "stream", value="0"), "key.stream is '0', not a whole number"),
     (ROLLOUTS, changed("turns", value=7), "turns is 7, not a list"),
     (ROLLOUTS, changed("turns", 0, value=[1]), "turns[0] is a list of 1, not an object"),
