@@ -30,9 +30,6 @@ VERBS = {
     "data/__main__.py",
 }
 
-SHARED_NAMES = {"Trainer"}
-"""Class names that stand in several modules on purpose."""
-
 
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
@@ -229,7 +226,7 @@ def test_class_names_are_unique():
         for node in nodes(path)[0].body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(path))
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_NAMES} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_import_rolljax_is_light():
