@@ -84,7 +84,9 @@ def test_a_server_that_misbehaves_gives_no_wrong_reward():
 
     with judge_server(mark, fault) as server:
         every = [said(f"it is {i % 11}", i % 50) for i in range(200)]
-        cfg = dataclasses.replace(judge(server), limits=dataclasses.replace(FAST, deadline_s=1.5, retries=8, down_after=1000))
+        cfg = dataclasses.replace(
+            judge(server), limits=dataclasses.replace(FAST, deadline_s=1.5, retries=8, down_after=1000)
+        )
         done, row = score(cfg, *every)
     assert [t.reward for t in done] == [i % 11 / 10 for i in range(200)] and {t.status for t in done} == {"ok"}
     assert row["rewards/lost_n"] == 0 and not check_row(row)
