@@ -39,7 +39,7 @@ STARTERS = {
     threading.__file__,
     str(Path(threading.__file__).parent / "concurrent/futures/thread.py"),
 }
-"""Library files whose functions start work on nobody's behalf."""
+"""Library files that start work of their own: no function of ours waits for it."""
 STEP = 3
 """The step of the `rl` phase that is traced."""
 SETTINGS = {

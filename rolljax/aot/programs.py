@@ -250,7 +250,7 @@ class TrainerShapes:
         return sizes
 
     def programs(self, phase: str, beside: Sizes) -> Iterator[Program]:
-        """Return the programs of this phase. beside: the sampler's share of HBM; empty if it sleeps meanwhile."""
+        """Return the programs of this phase. beside: HBM that the sampler holds meanwhile; empty if it sleeps."""
         trainer, batch = self.trainer, self.batch
         shape, model, needs = trainer.shape, trainer.model, trainer.algorithm.needs()
         tokens = shape.num_micro * shape.micro_rows * shape.row_len

@@ -34,7 +34,7 @@ class Domain:
     """Weight of the domain; its share is this weight over the sum of all domains' weights, unless a rule sets the
     shares (`Phase.mixture`)."""
     num_tasks: int = 0
-    """Train on its first so many different tasks only (0: on all)."""
+    """Number of different tasks to train on, from the first (0: all)."""
     max_turns: int = 0
     """Maximum number of turns in the domain's episodes, at most the environment's own maximum (0: the environment's
     maximum)."""

@@ -52,7 +52,7 @@ class SamplerPolicy:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GoldPolicy:
+class ScriptedPolicy:
     """The environment's own answers, as tokens; their log-probs are 0 and their version is -1."""
 
     chat: Chat

@@ -11,7 +11,7 @@ from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.episodes import EpisodeCounts, Rollouts
-from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
+from rolljax.rollout.policies import Policy, SamplerPolicy, ScriptedPolicy
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress
@@ -74,14 +74,13 @@ class EpisodePlayer:
                 may_ask=self._may_train,
                 in_training=True,
             )
-        return GoldPolicy(self._preflight.chat, self._recipe.max_answer_tok, pairs=source == "pairs")
+        return ScriptedPolicy(self._preflight.chat, self._recipe.max_answer_tok, pairs=source == "pairs")
 
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
         r = self._recipe
         limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
-        scoring = (
-            self._scoring if isinstance(policy, SamplerPolicy) else None
-        )  # reference answers are imitated as they are
+        # reference answers are imitated as they are
+        scoring = self._scoring if isinstance(policy, SamplerPolicy) else None
         if self.agents and isinstance(policy, SamplerPolicy):
             from rolljax.rollout.agents.host import AgentRollouts
 

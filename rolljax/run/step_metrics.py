@@ -35,7 +35,7 @@ class StepGroups:
     """The groups of a step."""
 
     trained: list[Group]
-    """Groups to train, in the order of their draws."""
+    """Groups to train, in the order of their prompt indices."""
     start_ages: list[int]
     """Ages of the trained groups in policy versions."""
     dropped: list[Group]

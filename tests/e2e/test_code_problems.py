@@ -15,7 +15,7 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.run_limits import AdaptiveTimeout
 from rolljax.errors import EnvError
 from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import GoldPolicy
+from rolljax.rollout.policies import ScriptedPolicy
 from rolljax.sandbox import available
 from rolljax.types import Completion, Key, Sampled
 
@@ -171,7 +171,7 @@ def test_where_right_answers_are_quick_a_program_that_hangs_is_cut_soon(chat, wh
         return rollouts.trajectory(task, Key(0, draw, 0))
 
     async def both():
-        return await play(GoldPolicy(chat, 1000), 0), await play(Endless(chat), 1)
+        return await play(ScriptedPolicy(chat, 1000), 0), await play(Endless(chat), 1)
 
     try:
         assert limits.limit_s(task) == 100

@@ -16,7 +16,7 @@ from rolljax.console.progress import Console
 from rolljax.envs.tasks import TaskStream
 from rolljax.export import main as export
 from rolljax.metrics import MetricsReport, check_row
-from rolljax.rollout.policies import GoldPolicy, SamplerPolicy
+from rolljax.rollout.policies import SamplerPolicy, ScriptedPolicy
 from rolljax.run.folder import RunFolder
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
@@ -371,7 +371,7 @@ class SparesOnly:
     def __init__(self, runtime, plan, wanted, spares):
         self.sampler, self.wanted, self.spares = runtime.sampler, wanted, spares
         self.endless = SamplerPolicy(runtime.sampler, SamplingParams(1.0, 900), 0)
-        self.reference_answer, self.ended, self.release = GoldPolicy(plan.chat, 900), 0, None
+        self.reference_answer, self.ended, self.release = ScriptedPolicy(plan.chat, 900), 0, None
 
     async def act(self, prompt_ids, episode, key, turn):
         if key.prompt_index < self.wanted:

@@ -16,7 +16,7 @@ from rolljax.envs.records import RecordedAnswer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import GoldPolicy
+from rolljax.rollout.policies import ScriptedPolicy
 from rolljax.train import main as train
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft
@@ -37,7 +37,7 @@ def write(path, *records):
 
 def reference_group(spec, chat, index, *, size=1, pairs=False, max_context=2000):
     pool = EnvPool(PoolConfig(), spec)
-    rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64, pairs), spec.max_turns, max_context, 64)
+    rollouts = Rollouts(pool, chat, ScriptedPolicy(chat, 64, pairs), spec.max_turns, max_context, 64)
     group = asyncio.run(rollouts.group(spec.task(index), stream=0, prompt_index=0, group_size=size))
     pool.close()
     assert [t.status for t in group.trajectories] == ["ok"] * size, [t.fault for t in group.trajectories]

@@ -15,7 +15,7 @@ from rolljax.rewards.compose import Clip, Gate, Shaping, Sum, Veto, on_curve
 from rolljax.rewards.environment import Environment
 from rolljax.rewards.scoring import Scoring, open_scoring, rewarded
 from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import GoldPolicy
+from rolljax.rollout.policies import ScriptedPolicy
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group
 from tests.synthetic_rewards import episode
@@ -281,7 +281,7 @@ def test_episodes_come_back_with_their_reward(chat):
         async def close(self):
             pass
 
-    rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64), LAKE.max_turns, 500, 64, scoring=Scoring(Late()))
+    rollouts = Rollouts(pool, chat, ScriptedPolicy(chat, 64), LAKE.max_turns, 500, 64, scoring=Scoring(Late()))
     try:
         group = asyncio.run(rollouts.group(LAKE.task(0), stream=0, prompt_index=0, group_size=4))
     finally:

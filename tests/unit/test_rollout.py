@@ -15,7 +15,7 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
-from rolljax.rollout.policies import GoldPolicy
+from rolljax.rollout.policies import ScriptedPolicy
 from rolljax.rollout.start_states import Chunk, Start, digest
 from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 
@@ -102,7 +102,7 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):
 
 def test_reference_answers_play_through_the_same_function(chat):
     lake = FrozenLake()
-    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, prompt_index=3, group_size=2)
+    group = roll(chat, lake, ScriptedPolicy(chat, 64), lake.task(4), stream=1, prompt_index=3, group_size=2)
     assert [t.key for t in group.trajectories] == [Key(1, 3, 0), Key(1, 3, 1)]
     assert (group.prompt_index, group.rewards.tolist()) == (3, [1, 1])
     for trajectory in group.trajectories:
@@ -148,7 +148,7 @@ class ChoiceEnv(Env):
 
 
 def test_pairs_are_a_reference_answer_and_a_rejected_one(chat):
-    pairs = GoldPolicy(chat, 64, pairs=True)
+    pairs = ScriptedPolicy(chat, 64, pairs=True)
     group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, prompt_index=0, group_size=2)
     assert [[t.text for t in m.turns] for m in group.trajectories] == [["good 0", "good 1"], ["bad 0", "bad 1"]]
     assert group.rewards.tolist() == [2, -2]
@@ -159,7 +159,7 @@ def test_pairs_are_a_reference_answer_and_a_rejected_one(chat):
 
 
 def test_an_environment_without_rejected_answers_says_so(chat):
-    pairs, lake = GoldPolicy(chat, 64, pairs=True), FrozenLake()
+    pairs, lake = ScriptedPolicy(chat, 64, pairs=True), FrozenLake()
     group = roll(chat, lake, pairs, lake.task(4), stream=0, prompt_index=0, group_size=2)
     assert [t.status for t in group.trajectories] == ["ok", "failed"]
     failed = group.trajectories[1]

@@ -43,7 +43,7 @@ class Gemma3Config(DecoderConfig):
     sliding_window: int = 512
     """Tokens that a local layer looks at."""
     global_every: int = 6
-    """Every so many layers one is global (those with a rest of 0)."""
+    """Distance between global layers: a layer is global if its number divided by this has the remainder 0."""
     query_scalar: float | None = None
     """Queries are scaled by its inverse square root (None: `head_dim`)."""
     logit_softcap: float | None = None

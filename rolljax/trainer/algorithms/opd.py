@@ -42,7 +42,7 @@ class Opd(NormalisedReward, PolicyGradient):
     teachers: tuple[Teacher, ...] = ()
     """Whom to learn from; several are added up."""
     reward_coef: float = 0.0
-    """Weight of the group-normalised reward beside it (0: pure distillation)."""
+    """Weight of the group-normalised reward that is added to it (0: pure distillation)."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "reward_coef": Stated(
