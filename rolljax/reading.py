@@ -19,7 +19,7 @@ from rolljax.errors import CheckpointError
 
 MAX_DEPTH = 64
 """Deepest nesting of JSON that is read; our own files have less than 20."""
-APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 """Flags of `open_file` that make a file, and write at its end."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),

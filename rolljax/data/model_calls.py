@@ -11,7 +11,7 @@ from typing import TypeVar
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel, ChatModelConfig, ChatTooLong
 from rolljax.concurrency.event_loop import SteppedLoop
 from rolljax.data.base import Record, fingerprint
-from rolljax.data.journal import Journal
+from rolljax.storage.journal import Journal
 from rolljax.types import Message
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Asker:
         self._model: ChatModel | None = None
         self._under_way: dict[str, asyncio.Future[ChatAnswer]] = {}
         self._gate: asyncio.Semaphore | None = None
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts = +collections.Counter(damaged=journal.damaged)
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
         """Return the answer to a conversation; equal questions are asked once.
@@ -67,10 +67,10 @@ class Asker:
             try:
                 answer = await self._model.ask(messages, how)
             except ChatTooLong as e:
-                self._journal.add(key, {"text": str(e), "finish_reason": "too_long"})
+                self._journal.put(key, {"text": str(e), "finish_reason": "too_long"})
                 raise
         kept = {"text": answer.text, "finish_reason": answer.finish_reason, "num_tok": answer.num_tok}
-        self._journal.add(key, kept)
+        self._journal.put(key, kept)
         self.counts["answer_tok"] += answer.num_tok
         return answer
 

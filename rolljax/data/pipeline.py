@@ -39,11 +39,11 @@ from rolljax.data.base import (
     with_key,
 )
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
-from rolljax.data.journal import Journal
 from rolljax.data.model_calls import Asker
 from rolljax.data.progress import PipelineProgress
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.storage import durable
+from rolljax.storage.journal import Journal
 from rolljax.storage.layout import LOCK
 from rolljax.storage.lock import locked
 

@@ -1,8 +1,8 @@
 """Calls from rewards to judges, servers and waiting functions, with deadlines, retries and a cache.
 
 A verdict is requested under a key, a hash of everything it depends on. Concurrent calls with the same key share one
-request. The answer is kept in the run's folder, so that a resumed run pays for nothing twice and gets the same
-verdicts. A kept answer has a checksum and is parsed as strictly as a new one. While the service is down, calls wait at
+request. The answer is kept in the run's folder (`storage.journal`), so that a resumed run pays for nothing twice and
+gets the same verdicts. A kept answer is parsed as strictly as a new one. While the service is down, calls wait at
 a circuit breaker; if that takes too long they fail, as an infrastructure fault.
 """
 
@@ -13,15 +13,14 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rolljax import reading
-from rolljax.errors import EnvError, InfraError, RolljaxError, check_range
+from rolljax.errors import EnvError, InfraError, RolljaxError, StorageError, check_range
 from rolljax.rewards.base import RewardContext
+from rolljax.storage.journal import Journal
 
 T = TypeVar("T")
 STAGE = "reward"
@@ -62,61 +61,6 @@ class CallLimits:
         check_range(self, "deadline_s", "probe_s", "outage_s", above=0)
         check_range(self, "retries", "backoff_s", "max_calls", low=0)
         check_range(self, "concurrency", "down_after", low=1)
-
-
-class Verdicts:
-    """Earlier answers by key; on disk if a folder is given, as lines of JSON with a checksum each.
-
-    damaged: number of lines that differ from what was written; their verdicts are requested again.
-    """
-
-    def __init__(self, folder: str, name: str) -> None:
-        self._path = Path(folder) / f"{name}.jsonl" if folder else None
-        self._found: dict[str, Any] = {}
-        self.damaged = 0
-        if self._path and self._path.is_file():
-            for line in filter(None, reading.read_bytes(self._path).split(b"\n")):
-                try:
-                    record = reading.parse(line)
-                    key, said = record["key"], record["said"]
-                    if record["sum"] != _checksum(key, said):
-                        raise ValueError("the checksum is of other content")
-                except (ValueError, LookupError, TypeError):  # the last line may be torn
-                    self.damaged += 1
-                else:
-                    self._found[key] = said
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._found
-
-    def __getitem__(self, key: str) -> Any:
-        return self._found[key]
-
-    def put(self, key: str, said: Any) -> bool:
-        """Keep an answer; False where the disk does not take it."""
-        self._found[key] = said
-        if self._path is None:
-            return True
-        record = {"key": key, "said": said, "sum": _checksum(key, said)}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with reading.open_file(self._path, reading.APPEND) as f:  # starts a line of its own, also after a torn one
-                f.write(b"\n" * (f.tell() > 0) + json.dumps(record).encode())
-        except OSError:
-            return False
-        return True
-
-    def discard(self, key: str) -> None:
-        """Remove an answer that cannot be used."""
-        del self._found[key]
-        self.damaged += 1
-
-
-def _checksum(key: str, said: Any) -> str:
-    return digest(json.dumps([key, said], sort_keys=True))[:16]
 
 
 class Breaker:
@@ -181,7 +125,8 @@ class Calls:
 
     def __init__(self, name: str, identity: str, limits: CallLimits, around: RewardContext) -> None:
         self._name, self._identity, self._limits = name, identity, limits
-        self._verdicts = Verdicts(around.cache_dir, f"{name}-{digest(identity)[:16]}")
+        folder = around.cache_dir
+        self._verdicts = Journal(Path(folder) / f"{name}-{digest(identity)[:16]}.jsonl" if folder else None)
         self._made = len(self._verdicts) + self._verdicts.damaged
         self._gate, self._breaker = asyncio.Semaphore(limits.concurrency), Breaker(limits)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -205,9 +150,9 @@ class Calls:
           InfraError: there is no answer. EnvError: the service or its code is broken; `ask` or `read` raised it.
         """
         key = digest(f"{self._identity}\0{what}")
-        if key in self._verdicts:
+        if (kept := self._verdicts.get(key)) is not None:
             try:
-                verdict = read(self._verdicts[key])
+                verdict = read(kept)
             except (Unreadable, RolljaxError):
                 self._verdicts.discard(key)
             else:
@@ -262,7 +207,9 @@ class Calls:
                 attempt += 1
                 self._counts["retries"] += 1
                 await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
-        if not self._verdicts.put(key, said):
+        try:
+            self._verdicts.put(key, said)
+        except StorageError:  # the run continues; a resumed one asks again
             self._counts["unsaved"] += 1
         return said
 
@@ -309,10 +256,12 @@ class Calls:
             self._breaker.note(failed=failed, was_probe=is_probe)
 
     async def close(self) -> None:
-        """Cancel all calls under way."""
+        """Cancel all calls under way, and close the journal of answers."""
         for task in list(self._under_way.values()):
             task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        with contextlib.suppress(StorageError):
+            self._verdicts.close()
 
 
 def digest(text: str) -> str:

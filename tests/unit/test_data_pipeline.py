@@ -16,11 +16,10 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.config import loader
 from rolljax.data import attempts, dedup, filters, pipeline, vectors
 from rolljax.data.base import with_key
-from rolljax.data.journal import Journal
 from rolljax.data.pipeline import Pipeline
 from rolljax.data.texts import jaccard, shingles
 from rolljax.envs.records import Records
-from rolljax.errors import CheckpointError, ConfigError, DataError, InfraError
+from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.recipes.rome import turn_mask
 from rolljax.storage.layout import LOCK
 
@@ -138,25 +137,6 @@ def test_a_pipeline_that_is_killed_at_every_point_ends_the_same(tmp_path):
             assert run_killed(kill, recipe, source, out).returncode == -9
             assert run_killed(-1, recipe, source, out).returncode == 0
             assert made(out) == wanted, kill
-
-
-def test_a_journal_is_cut_where_a_line_was_not_finished(tmp_path):
-    path = tmp_path / "journal"
-    journal = Journal(path)
-    long = "ü" * 100_000
-    journal.add("aa" * 16, {"text": long})
-    journal.add("bb" * 16, 1)
-    journal.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3])
-    journal = Journal(path)
-    assert len(journal) == 1 and journal.get("aa" * 16) == {"text": long} and journal.get("bb" * 16) is None
-    journal.add("bb" * 16, 1)
-    journal.close()
-    assert path.read_bytes() == whole
-    path.write_bytes(b"no journal\n" + whole)
-    with pytest.raises(CheckpointError, match="damaged at byte 0"):
-        Journal(path)
 
 
 def test_a_server_that_fails_ends_the_pipeline_and_what_it_said_is_kept(tmp_path):

@@ -15,13 +15,13 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.metrics import check_row
-from rolljax.rewards import calls
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import agreed, agreement, isotonic, read_labelled
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable
 from rolljax.rewards.function import Function
 from rolljax.rewards.judge import Comparison, Judge, filled, last_object, read_better
 from rolljax.rewards.scoring import Scoring
+from rolljax.storage import journal
 from rolljax.types import Group
 from tests.judge_server import judge_server, share
 from tests.synthetic_rewards import episode
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_pays_nothing_twice_and_is_told_the_same(tmp_path):
 DAMAGE = {
     "another mark": lambda line: line.replace(b": 3}", b": 7000}"),
     "a mark within the scale": lambda line: line.replace(b": 3}", b": 4}"),
-    "another key": lambda line: line.replace(b'"key": "', b'"key": "0'),
+    "another key": lambda line: line.replace(b'"key":"', b'"key":"0'),
     "no text": lambda line: json.dumps({"key": json.loads(line)["key"], "verdict": {"score": 7000}}).encode(),
     "sealed, and beyond the scale": lambda line: sealed(line, '{"score": 7000}'),
     "sealed, and no number": lambda line: sealed(line, '{"score": true}'),
@@ -184,8 +184,7 @@ DAMAGE = {
 
 def sealed(line, said):
     """A line of the cache that says something else, with the right checksum."""
-    record = json.loads(line) | {"said": said}
-    return json.dumps(record | {"sum": calls._checksum(record["key"], said)}).encode()
+    return journal.sealed(json.loads(line)["key"], said)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -194,7 +193,7 @@ def test_a_kept_verdict_that_is_not_as_it_was_written_is_asked_for_again(tmp_pat
     with judge_server(lambda text: '{"score": 3}') as server:
         score(judge(server), said("x"), around=around)
         (file,) = tmp_path.iterdir()
-        file.write_bytes(DAMAGE[damage](file.read_bytes()))
+        file.write_bytes(DAMAGE[damage](file.read_bytes()).rstrip(b"\n") + b"\n")
         for damaged, cached in ((1, 0), (not damage.startswith("sealed"), 1)):  # what was sealed has another line now
             (done,), row = score(judge(server), said("x"), around=around)
             assert (done.reward, len(server.asked), row["rewards/cached_n"]) == (0.3, 2, cached)
@@ -203,7 +202,7 @@ def test_a_kept_verdict_that_is_not_as_it_was_written_is_asked_for_again(tmp_pat
 
 def test_a_kept_reward_of_a_function_is_checked_too(tmp_path):
     around = dataclasses.replace(AROUND, cache_dir=str(tmp_path))
-    for change in (b'"value": 0.5', b'"value": NaN'), (b'"value": 0.5', b'"value": 700'), (b"null", b"3"):
+    for change in (b'"value":0.5', b'"value":NaN'), (b'"value":0.5', b'"value":700'), (b"null", b"3"):
         (first,), _ = score(Function(half_of), said("x"), around=around)
         (file,) = tmp_path.iterdir()
         file.write_bytes(file.read_bytes().replace(*change))
