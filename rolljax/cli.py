@@ -20,7 +20,7 @@ from rolljax.console import terminal
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 
 if TYPE_CHECKING:
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.run.checkpoint import Step
 

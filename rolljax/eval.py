@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolljax.chat_models.client import EndpointConfig
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.envs.base import EnvSpec
     from rolljax.evaluation.judged.base import JudgedReport
     from rolljax.evaluation.models import EvaluatedModel
@@ -233,12 +233,13 @@ def recipe_of_run(run: str | Path, config: list[Loaded[Recipe]] | None = None, *
 def own_settings(run: str | Path, spec: EnvSpec) -> str:
     """A notice that an environment named for an evaluation has other settings than the run's of the same class; empty
     if that is not so."""
-    from rolljax.config import check
+    from rolljax.config.check import full_name
+    from rolljax.config.resolved import flatten
     from rolljax.run.folder import RunFolder
 
-    resolved, cls = RunFolder(run).resolved(), check.full_name(type(spec))
+    resolved, cls = RunFolder(run).resolved(), full_name(type(spec))
     places = [p.removesuffix(".__class__") for p, name in resolved.items() if p.startswith("env") and name == cls]
-    here = {path.removeprefix("env."): value for path, value in check.flatten(spec, "env").items()}
+    here = {path.removeprefix("env."): value for path, value in flatten(spec, "env").items()}
     told = []
     for place in places:
         there = {p.removeprefix(f"{place}."): v for p, v in resolved.items() if p.startswith(f"{place}.")}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rolljax.aot.chips import Chip
     from rolljax.aot.report import ProgramReport
     from rolljax.aot.transfer import Transfer
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.run.preflight import ResolvedRecipe
 

@@ -20,7 +20,7 @@ from rolljax.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.simulation.report import Summary
     from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime

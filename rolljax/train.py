@@ -25,7 +25,7 @@ from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, St
 
 if TYPE_CHECKING:
     from rolljax.concurrency.lockstep import Follower, Leader, SingleProcess
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.console.progress import Console
     from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Values against annotations, and built dataclasses as flat JSON-able dicts.
+"""Values against annotations.
 
 `fit` converts the three things gin cannot write (a list for a tuple, an int for a float, a string for a Path) and
 refuses everything else that does not match. Deliberately absent: coercion of strings, and any guess.
@@ -212,52 +212,6 @@ def _members(protocol: type) -> list[str]:
     return sorted(name for name in names if name == "__call__" or not name.startswith("_"))
 
 
-# ---- flat dicts -----------------------------------------------------------------------------------------------------
-
-
-def flatten(value: Any, path: str = "") -> dict[str, object]:
-    """Dotted path -> JSON-able value for every field; `<path>.__class__` names the class of each dataclass."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        out: dict[str, object] = {_join(path, "__class__"): full_name(type(value))}
-        for field in dataclasses.fields(value):
-            out |= flatten(getattr(value, field.name), _join(path, field.name))
-        return out
-    if _holds_dataclass(value):
-        if isinstance(value, Mapping):
-            pairs = [(_join(path, str(key)), item) for key, item in value.items()]
-        else:
-            pairs = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-        return {key: leaf for inner, item in pairs for key, leaf in flatten(item, inner).items()}
-    return {path: _plain(value)}
-
-
 def full_name(obj: Any) -> str:
     """`package.module.Class`, as resolved configs and error texts name a class or function."""
     return f"{obj.__module__}.{obj.__qualname__}"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _holds_dataclass(value: Any) -> bool:
-    if isinstance(value, (list, tuple, Mapping)):
-        return any(map(_holds_dataclass, value.values() if isinstance(value, Mapping) else value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _plain(value: Any) -> object:
-    """A leaf JSON can hold: scalars as they are, containers of them, names of functions, text of the rest."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_plain(item) for item in value), key=repr)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, pathlib.PurePath):
-        return str(value)
-    if inspect.isclass(value) or callable(value) and hasattr(value, "__qualname__"):
-        return full_name(value)
-    return full_name(type(value)) if " at 0x" in repr(value) else repr(value)

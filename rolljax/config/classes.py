@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rolljax.config import check
-from rolljax.config.values import leaves
+from rolljax.config.parser import leaves
 from rolljax.errors import ConfigError, boundary
 
 
@@ -31,6 +31,12 @@ def fields(cls: type) -> dict[str, dataclasses.Field]:
 def default(field: dataclasses.Field) -> Any:
     """The field's default, a fresh one from its factory, or `dataclasses.MISSING`."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def objects_below(value: Any) -> list[Any]:
+    """Return the config objects in a value, at any depth."""
+    found = [leaf for leaf in leaves(value, object) if is_config(type(leaf))]
+    return found + [below for o in found for name in fields(type(o)) for below in objects_below(getattr(o, name))]
 
 
 def default_classes(cls: type) -> list[type]:

@@ -1,43 +1,62 @@
-"""gin files and settings -> one checked tree of frozen dataclasses, once, whatever the thread.
+"""gin files, settings and objects -> one checked tree of frozen dataclasses.
 
-Reads in the order things happen: `source.Bindings` reads files and settings into bindings; `_Build` hands the
-winning ones to gin, which evaluates references, macros and scopes and calls `_Build.make` for every object; `make`
-fills defaults, checks each value against its annotation (`check.fit`) and constructs; what nothing read is an
-error; `Loaded` is what leaves.
+Reads in the order things happen: `source.Bindings` reads files and settings into bindings; `_Build` makes the objects,
+from the root down: it takes the winning binding of each field, follows its references and macros, fills defaults,
+checks each value against its annotation (`check.fit`) and constructs; what nothing read is an error; `Loaded` is what
+leaves.
 
-Two rules are added to gin's. A binding applies to every object of its class, also to a field's default in the tree. A
-list is taken for a tuple, and an int for a float, if the annotation says so.
+Scopes are gin's: `@scope/Class()` builds in that scope, a reference without one in the scope it stands in, a macro's
+value in the scope of its name; a binding applies in its scope and those inside. Every reference builds an object of its
+own. Two rules are added: a binding applies to every object of its class, also to a field's default in the tree; a list
+is taken for a tuple, and an int for a float, if the annotation says so.
 
-Deliberately absent: coercion of strings, configurable functions, gin constants, and any gin state after `load`.
+Deliberately absent: coercion of strings, configurable functions, gin constants, and any state outside of one call.
 """
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
-import functools
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rolljax.config import check, objects
 from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
-from rolljax.config.loaded import Loaded
-from rolljax.config.parser import gin
+from rolljax.config.parser import Macro, Ref, leaves, map_leaves
+from rolljax.config.resolved import flatten
 from rolljax.config.source import Binding, Bindings
-from rolljax.config.values import Macro, Ref, leaves, map_leaves
-from rolljax.errors import ConfigError, RolljaxError, boundary
+from rolljax.errors import ConfigError, boundary
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """A config, built and checked.
+
+    Attributes: value: the root object.
+    """
+
+    value: T
+    resolved: dict[str, object]
+    """Dotted path -> JSON-able value for every field of the tree, defaults included; `<path>.__class__` names each
+    dataclass, `phases[0].steps` is a field of an item."""
+    operative: str
+    """One gin file with the imports and bindings that were read; loading it gives an equal `value`. Where objects were
+    given (`config.objects`), the file is written from these."""
+    where: Callable[[str], str] = dataclasses.field(repr=False, compare=False)
+    """Origin of a setting ("Class.field"): file:line, --set text, or default."""
+
+    def locate(self, error: ConfigError) -> ConfigError:
+        """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
+        return error.located_at(self.where(error.setting))
 
 
 def load(
     files: Sequence[str | Path], settings: Sequence[str] | Mapping[str, object] = (), *, root: type[T]
 ) -> Loaded[T]:
-    """Build `root()` from gin files, later ones over earlier ones, and settings over all files. One load at a time is
-    under way in a process: gin keeps its bindings in the module; other threads wait.
+    """Build `root()` from gin files, later ones over earlier ones, and settings over all files.
 
     Args:
       files: gin files: paths, or names of files that come with rolljax (`quickstart`, `algorithms/topr`). An `include`
@@ -53,62 +72,29 @@ def load(
     source = Bindings(root)
     for i, path in enumerate(files):
         source.read_file(find_config(str(path)), (i,))
-    if isinstance(settings, Mapping):
-        for name, given in settings.items():
-            source.take_setting(name, given)
-    else:
-        for setting in settings:
-            source.read_setting(setting)
-    source.check_macros()
-    build = _Build(source, str(files[-1]) if files else "")
-    with _one_load:
-        value = build.run()
-    build.check_all_read()
-    text = build.operative() if build.is_text() else objects.gin_text(value)
-    return Loaded(value, check.flatten(value), text, build.where)
+    source.take_settings(settings)
+    return _Build(source, str(files[-1]) if files else "").loaded()
 
 
-# ---- building through gin -------------------------------------------------------------------------------------------
+def given(root: T, settings: Mapping[str, object] | None = None) -> Loaded[T]:
+    """A tree of frozen dataclasses, which a program built in Python, as a config, with settings over its fields.
 
-_BASE = "an object that stands as a default"
-_building: contextvars.ContextVar[_Build] = contextvars.ContextVar("the load that is under way")
-_one_load = threading.Lock()
+    Values that do not fit their annotations are refused, and a list is taken for a tuple and an int for a float where
+    the annotation says so, as in a gin file. An object that nothing changes stays the same object.
 
+    Args:
+      settings: `Class.field` -> value: of every object of that class in the tree, as in a gin file without scopes.
 
-@functools.cache
-def _registered(cls: Any) -> str:
-    """gin's selector for `cls`. What gin calls is `_Build.make`, so that values are checked before construction."""
-
-    def make(**bound: Any) -> Any:
-        return _building.get().make(cls, bound)
-
-    with gin.config.interactive_mode():  # a reloaded module brings a new class of an old name
-        gin.external_configurable(make, name=cls.__qualname__, module=f"rolljax.config.loader.{cls.__module__}")
-    return f"rolljax.config.loader.{check.full_name(cls)}"
-
-
-class _Uncopied:
-    """A function or class as a value; gin deep-copies what it hands out, and some functions cannot be."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.obj
-
-
-def _for_gin(leaf: Any) -> Any:
-    if isinstance(leaf, Macro):
-        return gin.config.ConfigurableReference(f"{leaf.name}/gin.macro", True)
-    if isinstance(leaf, Ref) and leaf.call:
-        return gin.config.ConfigurableReference("/".join(filter(None, [leaf.scope, _registered(leaf.obj)])), True)
-    if isinstance(leaf, Ref):
-        return _Uncopied(leaf.obj)
-    return leaf if objects.is_literal(leaf) else _Uncopied(leaf)
+    Raises:
+      ConfigError: a value that does not fit, or a setting that no object of the tree has.
+    """
+    source = Bindings(type(root), root)
+    source.take_settings(settings or {})
+    return _Build(source, "").loaded()
 
 
 class _Build:
-    """One run of gin over the live bindings, and the record of what was read."""
+    """One tree on its way from bindings to objects, and the record of what was read."""
 
     def __init__(self, source: Bindings, last_file: str) -> None:
         self.source, self.last_file = source, last_file
@@ -116,122 +102,125 @@ class _Build:
         self.used: set[Binding] = set()  # those it took,
         self.shadows: dict[Binding, list[Binding]] = {}  # and the narrower ones it took instead
         self.scopes: dict[type, set[str]] = {}  # class -> scopes it was built in
-        self.error: RolljaxError | None = None  # what `make` raised first
+        self.followed: list[tuple[Binding, str | None]] = []  # bindings whose values are being built, outermost first
 
-    def run(self) -> Any:
-        """Build the root. gin is empty before and after."""
-        live = self.source.live.values()
-        refs = [ref.obj for b in live for ref in leaves(b.value, Ref) if ref.call]
-        self.configurable = {self.source.root, *refs, *(b.cls for b in live if b.cls)}
-        gin.clear_config()
-        token = _building.set(self)
+    def loaded(self) -> Loaded[Any]:
+        """Build the root and check that every binding was read."""
+        self.source.check_macros()
+        value = self._object(self.source.root, "", self.source.given)
+        self._check_all_read()
+        text = self._operative() if self._is_text() else objects.gin_text(value)
+        return Loaded(value, flatten(value), text, self.where)
+
+    def _object(self, cls: type, scope: str | None, base: Any = None) -> Any:
+        """Build an object of a class, or return `base` if that is what would be built.
+
+        Args:
+          scope: where it is built; None: no binding applies.
+          base: the object that has the values of the fields that nothing binds; None: the fields' defaults.
+        """
+        if scope is not None:
+            self.scopes.setdefault(cls, set()).add(scope)
         try:
-            for cls in self.configurable:
-                _registered(cls)
-            for b in live:
-                key = (b.scope, _registered(b.cls), b.field) if b.cls else (b.field, "gin.macro", "value")
-                gin.bind_parameter(key, map_leaves(b.value, _for_gin))
-            gin.finalize()
-            return gin.get_configurable(_registered(self.source.root))()
-        except RecursionError:
-            circle = "macros or @references refer to one another in a circle"
-            raise ConfigError(circle, where=self.last_file, remedy="break the circle") from None
-        except RolljaxError:  # gin raises a copy of what `make` raised, with lines of its own behind the message
-            if self.error is None:
-                raise
-            raise self.error from self.error.__cause__
-        finally:
-            _building.reset(token)
-            gin.clear_config()
-
-    def make(self, cls: type, bound: dict[str, Any]) -> Any:
-        """Called by gin with the bound values of one object, in the scope it is built in."""
-        base = bound.pop(_BASE, None)
-        scopes = gin.current_scope()
-        self.scopes.setdefault(cls, set()).add("/".join(scopes))
-        for name in bound:
-            self._mark(cls, name, scopes)
-        try:
-            return self._construct(cls, {name: self._value(cls, name, bound, base) for name in fields(cls)})
-        except ConfigError as e:
-            origin = self.where(e.setting, scopes) or self.where(f"{cls.__name__}.{e.setting}", scopes)
-            self.error = self.error or e.located_at(origin or self._asked_for(cls, "/".join(scopes)))
-            raise
-        except RolljaxError as e:  # what the class says of its data
-            self.error = self.error or e
-            raise
-
-    def _value(self, cls: type, name: str, bound: dict[str, Any], base: Any) -> Any:
-        """The value of one field: bound, or of the object that stands as a default, or the field's default."""
-        field, setting = fields(cls)[name], f"{cls.__name__}.{name}"
-        if name in bound:
-            value = bound[name]
-        else:
-            value = default(field) if base is None else getattr(base, name)
-            if value is dataclasses.MISSING:
-                scope = "/".join(gin.current_scope())
-                raise ConfigError(
-                    "has no default and is not set",
-                    setting=setting,
-                    where=self._asked_for(cls, scope),
-                    remedy=f"set it: {scope}{'/' * bool(scope)}{setting} = ...",
-                )
-            value = map_leaves(value, self._stand_in)
-        try:
-            return check.fit(value, check.hints(cls)[name])
-        except check.Mismatch as e:
-            standard = default(field) if name in bound else dataclasses.MISSING
-            remedy = e.remedy or ("" if standard is dataclasses.MISSING else f"the default is {standard!r}")
-            raise ConfigError(str(e), setting=setting, value=value, remedy=remedy) from None
-
-    def _stand_in(self, leaf: Any) -> Any:
-        """An object that stands as a default, built again with the bindings of its class over its own values."""
-        cls: Any = type(leaf)
-        if not is_config(cls):
-            return leaf
-        if cls in self.configurable:
-            return gin.get_configurable(_registered(cls))(**{_BASE: leaf})
-        return self.make(cls, {_BASE: leaf})
-
-    def _construct(self, cls: type, values: dict[str, Any]) -> Any:
-        """An object of a class. What its `__post_init__` raises is about its settings."""
-        try:
+            values = {name: self._value(cls, name, scope, base) for name in fields(cls)}
+            if base is not None and all(_is_same(value, getattr(base, name)) for name, value in values.items()):
+                return base
             with boundary(ConfigError, "cannot be built"):
                 return cls(**values)
         except ConfigError as e:
-            if e.__cause__ is None or e.setting:  # raised by the class itself
+            if scope is None:  # the binding that holds the object says where it comes from
                 raise
-            where = self._asked_for(cls, "/".join(gin.current_scope()))
-            raise ConfigError(e.message, setting=cls.__name__, where=where) from e.__cause__
+            if e.__cause__ is not None and not e.setting:  # another error than the class's own
+                e.setting = cls.__name__
+                e.located_at(self._asked_for(cls, scope))
+            origin = self.where(e.setting, scope) or self.where(f"{cls.__name__}.{e.setting}", scope)
+            e.located_at(origin or self._asked_for(cls, scope))
+            raise
+
+    def _value(self, cls: type, name: str, scope: str | None, base: Any) -> Any:
+        """The value of one field: bound, or of the object that stands as a default, or the field's default."""
+        field, setting = fields(cls)[name], f"{cls.__name__}.{name}"
+        bound = self._matches(cls, name, scope)
+        if bound:
+            self._mark(bound)
+            value = self._followed(bound[-1], scope)
+        else:
+            value = default(field) if base is None else getattr(base, name)
+            if value is dataclasses.MISSING:
+                raise ConfigError(
+                    "has no default and is not set",
+                    setting=setting,
+                    where=self._asked_for(cls, scope or ""),
+                    remedy=f"set it: {scope or ''}{'/' * bool(scope)}{setting} = ...",
+                )
+            value = map_leaves(value, lambda leaf: self._object(type(leaf), scope, leaf) if _is_object(leaf) else leaf)
+        try:
+            return check.fit(value, check.hints(cls)[name])
+        except check.Mismatch as e:
+            standard = default(field) if bound else dataclasses.MISSING
+            remedy = e.remedy or ("" if standard is dataclasses.MISSING else f"the default is {standard!r}")
+            raise ConfigError(str(e), setting=setting, value=value, remedy=remedy) from None
+
+    def _followed(self, binding: Binding, scope: str | None) -> Any:
+        """The value of a binding in a scope, with the objects and macros that it refers to."""
+        if (binding, scope) in self.followed:
+            names = [b.name for b, _ in self.followed[self.followed.index((binding, scope)) :]]
+            raise ConfigError(
+                f"refers to itself in a circle: {' -> '.join([*names, binding.name])}",
+                setting=binding.name,
+                where=binding.where,
+                remedy="break the circle",
+            )
+        self.followed.append((binding, scope))
+        try:
+            return map_leaves(binding.value, lambda leaf: self._leaf(leaf, scope))
+        except ConfigError as e:
+            e.located_at(binding.where)
+            raise
+        finally:
+            self.followed.pop()
+
+    def _leaf(self, leaf: Any, scope: str | None) -> Any:
+        if isinstance(leaf, Macro):
+            return self._followed(self.source.live[None, "", leaf.name], leaf.name)
+        if isinstance(leaf, Ref):
+            return self._object(leaf.obj, leaf.scope or scope) if leaf.call else leaf.obj
+        return self._object(type(leaf), None, leaf) if _is_object(leaf) else leaf
 
     # -- where things come from
 
-    def _matches(self, cls: type, name: str, scopes: Sequence[str]) -> list[Binding]:
+    def _matches(self, cls: type, name: str, scope: str | None) -> list[Binding]:
         """Bindings that apply in a scope, the widest first."""
-        partial = ["/".join(scopes[:i]) for i in range(len(scopes) + 1)]
-        return [self.source.live[cls, scope, name] for scope in partial if (cls, scope, name) in self.source.live]
+        if scope is None:
+            return []
+        around = [scope[:i] for i, c in enumerate(scope) if c == "/"]
+        found = [self.source.live.get((cls, part, name)) for part in dict.fromkeys(["", *around, scope])]
+        return [b for b in found if b]
 
-    def _mark(self, cls: type, name: str, scopes: Sequence[str]) -> None:
-        *wider, taken = self._matches(cls, name, scopes)
-        self.read |= {*wider, taken}
+    def _mark(self, bound: list[Binding]) -> None:
+        *wider, taken = bound
+        self.read |= {*bound}
         self.used.add(taken)
         for b in wider:
             self.shadows.setdefault(b, []).append(taken)
 
-    def where(self, setting: str, scopes: Sequence[str] = ()) -> str:
-        """Origin of "Class.field" or "Class": the binding that applies in `scopes`, else those in use, else default."""
-        scope, _, path = setting.rpartition("/")
+    def where(self, setting: str, scope: str = "") -> str:
+        """Origin of "Class.field" or "Class": the binding that applies in `scope`, else those in use, else default."""
+        within, _, path = setting.rpartition("/")
         path, _, field = path.rpartition(".")
         classes = [cls for cls in self.source.known() if f".{check.full_name(cls)}".endswith(f".{path or field}")]
         if classes and not path:
-            return self._asked_for(classes[0], scope)
+            return self._asked_for(classes[0], within)
         classes = [cls for cls in classes if field in fields(cls)]
-        scopes = scopes or [part for part in scope.split("/") if part]
-        here = [b for cls in classes for b in self._matches(cls, field, scopes)[-1:] if scopes]
+        scope = scope or within
+        here = [b for cls in classes for b in self._matches(cls, field, scope)[-1:] if scope]
         bound = [b for b in self.source.live.values() if b.cls in classes and b.field == field]
         if found := here or [b for b in bound if b in self.used] or bound:
             return ", ".join(b.where for b in found)
-        return f"default of {check.full_name(classes[0])}.{field}" if classes else ""
+        return self._default(f"{check.full_name(classes[0])}.{field}") if classes else ""
+
+    def _default(self, what: str) -> str:
+        return f"default of {what}" if self.source.given is None else ""
 
     def _asked_for(self, cls: type, scope: str) -> str:
         """Where an object of `cls` comes from: the reference that builds it, else its first binding."""
@@ -245,11 +234,11 @@ class _Build:
             return min(refs, key=lambda pair: (pair[0], pair[1].order))[1].where
         if bound := [b for b in self.source.live.values() if b.cls is cls]:
             return bound[0].where
-        return self.last_file if cls is self.source.root else f"default of {check.full_name(cls)}"
+        return self.last_file if cls is self.source.root else self._default(check.full_name(cls))
 
     # -- what was read
 
-    def check_all_read(self) -> None:
+    def _check_all_read(self) -> None:
         """Every live binding reached an object. One whose object a later file or setting took away is let pass."""
         for b in self.source.live.values():
             if b.cls and b not in (self.read if b.layer else self.used) and not self._taken_away(b):
@@ -312,13 +301,15 @@ class _Build:
 
     # -- the operative file
 
-    def is_text(self) -> bool:
+    def _is_text(self) -> bool:
         """Whether all values that were read can be written as they were given: none is an object of Python."""
+        if self.source.given is not None:
+            return False
         kept = (Ref, Macro)
         given = [leaf for b in self.read for leaf in leaves(b.value, object) if not isinstance(leaf, kept)]
         return all(map(objects.is_literal, given))
 
-    def operative(self) -> str:
+    def _operative(self) -> str:
         """The bindings that were read and the imports they need, as one gin file."""
         bindings = sorted(self.read, key=lambda b: (*self._home(b.cls), b.scope, b.order))
         macros = [self.source.live[None, "", name] for name in sorted(self._macros(bindings))]
@@ -353,3 +344,18 @@ class _Shown:
         if isinstance(self.leaf, Ref):
             return repr(dataclasses.replace(self.leaf, selector=self.selector(self.leaf.obj)))
         return objects.literal(self.leaf)
+
+
+def _is_object(leaf: object) -> bool:
+    return is_config(type(leaf))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values hold the very same leaves."""
+    if type(a) is not type(b):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    return a is b

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rolljax.config import check
 from rolljax.config.classes import default, fields, is_config
+from rolljax.config.resolved import flatten
 
 REQUIRED = "%gin.REQUIRED"
 MAX_SOURCE_LINES = 60
@@ -162,7 +162,7 @@ def _is_named(value: object) -> bool:
 
 def _is_same(a: object, b: object) -> bool:
     """Equal, and written in the same way: 1, 1.0 and True are not."""
-    return a is b or (type(a) is type(b) and bool(a == b) and check.flatten(a) == check.flatten(b))
+    return a is b or (type(a) is type(b) and bool(a == b) and flatten(a) == flatten(b))
 
 
 def _written_literal(value: object) -> str:

@@ -1,27 +1,61 @@
-"""The parser of gin files and of values in them. The grammar is gin's own (`gin.config_parser`).
+"""The text of gin files: statements, and the values in them. The grammar is gin's own; nothing else of gin is used.
 
-This is where the package gin is imported. Who builds a `Recipe` in Python does not need it.
+The package gin is imported when the first text is read. Who builds a `Recipe` in Python does not need it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tokenize
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from rolljax.config.values import Macro, Ref
 from rolljax.errors import ConfigError, needed
 
-with needed("gin", "reading a gin file", install="gin-config", otherwise="build a rolljax.Recipe in Python"):
-    import gin
-    import gin.config
-    from gin import config_parser
-
-__all__ = ["config_parser", "gin", "setting_value", "statements"]
+T = TypeVar("T")
 
 
-class _Delegate(config_parser.ParserDelegate):
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """`@scope/module.Class()` or `@module.function` in a value; `obj` is what the selector names."""
+
+    scope: str
+    selector: str
+    call: bool
+    obj: Any = None
+
+    def __repr__(self) -> str:
+        return f"@{self.scope}{'/' * bool(self.scope)}{self.selector}{'()' * self.call}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """`%name` in a value."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """`value` with `fn` applied to every leaf of its lists, tuples and dicts."""
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, fn) for item in value)
+    if type(value) is dict:
+        return {map_leaves(key, fn): map_leaves(item, fn) for key, item in value.items()}
+    return fn(value)
+
+
+def leaves(value: Any, kind: type[T]) -> list[T]:
+    """The leaves of `value` that are of one class."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return [leaf for leaf in found if isinstance(leaf, kind)]
+
+
+class _Delegate:
     """What gin's parser makes of `@` and `%`."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Ref:
@@ -32,11 +66,17 @@ class _Delegate(config_parser.ParserDelegate):
         return Macro(macro_name)
 
 
+def _parser(text: str) -> Any:
+    with needed("gin", "reading a gin file", install="gin-config", otherwise="build a rolljax.Recipe in Python"):
+        from gin import config_parser
+    return config_parser.ConfigParser(text, _Delegate())
+
+
 def statements(text: str, path: str) -> Iterator[Any]:
     """The statements of a file, by gin's own parser; its errors as `ConfigError`."""
     parser = None
     try:
-        parser = config_parser.ConfigParser(text, _Delegate())
+        parser = _parser(text)
         yield from parser
     except (SyntaxError, tokenize.TokenError) as e:
         if isinstance(e, SyntaxError):
@@ -56,7 +96,7 @@ def statements(text: str, path: str) -> Iterator[Any]:
 def setting_value(text: str, where: str) -> Any:
     """A gin value; a bare word or path is a string."""
     with contextlib.suppress(SyntaxError, tokenize.TokenError):
-        found = list(config_parser.ConfigParser(f"value = {text}", _Delegate()))
+        found = list(_parser(f"value = {text}"))
         if len(found) == 1:
             return found[0].value
     if text[0] in "@%[({'\"":

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +30,12 @@ from rolljax.config.classes import (
     mentioned_classes,
     modules_near,
     names_beside,
+    objects_below,
     shipped_beside,
 )
 from rolljax.config.files import include_path, read
 from rolljax.config.foreign import foreign
-from rolljax.config.parser import config_parser, setting_value, statements
-from rolljax.config.values import Macro, Ref, leaves, map_leaves
+from rolljax.config.parser import Macro, Ref, leaves, map_leaves, setting_value, statements
 from rolljax.errors import ConfigError
 
 
@@ -80,8 +80,10 @@ class Bindings:
       homes: class or function -> (module, path in it), as the files name it.
     """
 
-    def __init__(self, root: type) -> None:
+    def __init__(self, root: type, given: object = None) -> None:
+        """Read nothing yet. `given` is an object of class `root` that the settings are for, if there is one."""
         self.root = root
+        self.given = given
         self.bindings: list[Binding] = []
         self.live: dict[tuple[Any, str, str], Binding] = {}
         self.overridden: list[tuple[Any, Binding]] = []
@@ -97,17 +99,27 @@ class Bindings:
         includes = 0
         for statement in statements(read(path, included_at), path):
             where = f"{path}:{statement.location.line_num}"
-            if isinstance(statement, config_parser.ImportStatement):
+            kind = type(statement).__name__
+            if kind == "ImportStatement":
                 self._import_symbol(statement, symbols, where)
-            elif isinstance(statement, config_parser.IncludeStatement):
+            elif kind == "IncludeStatement":
                 includes += 1
                 target = include_path(path, statement.filename)
                 self.read_file(target, (*layer, includes), where, (*inside, path))
-            elif isinstance(statement, config_parser.BindingStatement):
+            elif kind == "BindingStatement":
                 context = _Context(where, layer, functools.partial(self._resolve, symbols=symbols, where=where))
                 self._bind(context, statement.scope, statement.selector, statement.arg_name, statement.value)
 
-    def read_setting(self, text: str) -> None:
+    def take_settings(self, settings: Sequence[str] | Mapping[str, object]) -> None:
+        """Take settings: texts as of `--set`, or a mapping whose values are Python's."""
+        if not isinstance(settings, Mapping):
+            for text in settings:
+                self._read_setting(text)
+            return
+        for name, value in settings.items():
+            self._set(name.strip(), value, f"set={{{name!r}: ...}}")
+
+    def _read_setting(self, text: str) -> None:
         """Read one `--set 'name = value'`."""
         where = f"--set '{text}'"
         name, _, written = (part.strip() for part in text.partition("="))
@@ -115,13 +127,9 @@ class Bindings:
             raise ConfigError(
                 "is not of the form 'name = value'", setting=f"--set '{text}'", remedy="--set 'Class.field = value'"
             )
-        self._set(name, lambda: setting_value(written, where), where)
+        self._set(name, setting_value(written, where), where)
 
-    def take_setting(self, name: str, value: object) -> None:
-        """Take one `name: value` of a mapping; the value is Python's."""
-        self._set(name.strip(), lambda: value, f"set={{{name!r}: ...}}")
-
-    def _set(self, name: str, value: Callable[[], Any], where: str) -> None:
+    def _set(self, name: str, value: Any, where: str) -> None:
         context = _Context(where, (), functools.partial(self._find, where=where))
         scope, _, selector = name.rpartition("/")
         selector, _, field = selector.rpartition(".")
@@ -139,7 +147,7 @@ class Bindings:
                 remedy=check.nearest(holders[0] if holders else name, [*macros, *holders], "names")
                 or "write Class.field",
             )
-        self._bind(context, scope, selector, field, value())
+        self._bind(context, scope, selector, field, value)
 
     def _foreign(self, name: str, selector: str, field: str, where: str) -> ConfigError | None:
         """The error for a setting that has another framework's name, and no field of this config."""
@@ -170,7 +178,7 @@ class Bindings:
         """Classes a setting may name by the end of their path; True for those the files use or that are defaults."""
         used = [b.cls for b in self.bindings if b.cls]
         used += [ref.obj for b in self.bindings for ref in leaves(b.value, Ref) if is_config(ref.obj)]
-        in_tree = closure([self.root, *used], default_classes)
+        in_tree = closure([self.root, *used, *map(type, objects_below(self.given))], default_classes)
         imported = [c for module in self._symbols.values() for c in vars(module).values() if is_config(c)]
         return {cls: cls in in_tree for cls in closure([*in_tree, *imported], mentioned_classes)}
 

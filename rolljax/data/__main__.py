@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rolljax import cli
 
 if TYPE_CHECKING:
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.data.pipeline import Pipeline
 
 

@@ -13,7 +13,7 @@ from rolljax.errors import CheckpointError, DataError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.types import Trajectory
 
@@ -65,14 +65,12 @@ class Run:
         Raises:
           ConfigError: as `config`, or for a setting that cannot be used.
         """
-        if self._config is not None:
-            from rolljax.config import from_python
-
-            return from_python.given(self._config.value, settings) if settings else self._config
         from rolljax.config import loader
         from rolljax.recipe import Recipe
         from rolljax.run.folder import stored_config
 
+        if self._config is not None:
+            return loader.given(self._config.value, settings) if settings else self._config
         return loader.load([stored_config(self.path)], settings, root=Recipe)
 
     @property

@@ -20,7 +20,7 @@ from rolljax.library.run import Run
 from rolljax.library.separate_thread import run_apart
 
 if TYPE_CHECKING:
-    from rolljax.config.loaded import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.envs.base import EnvSpec
     from rolljax.evaluation.report import EvaluationReport
     from rolljax.evaluation.settings import Attempts
@@ -256,14 +256,11 @@ def load(
 
 def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
     """A recipe, whatever it was given as, with settings over it. Raises `ConfigError`."""
+    from rolljax.config import loader
     from rolljax.recipe import Recipe
 
     if isinstance(recipe, Recipe):
-        from rolljax.config import from_python
-
-        return from_python.given(recipe, settings)
-    from rolljax.config import loader
-
+        return loader.given(recipe, settings)
     files = [recipe] if isinstance(recipe, (str, os.PathLike)) else list(recipe)
     return loader.load([os.fspath(file) for file in files], settings, root=Recipe)
 

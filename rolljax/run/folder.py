@@ -121,7 +121,7 @@ class RunFolder:
         Raises:
           ConfigError: one of them is not.
         """
-        from rolljax.config.loaded import diff
+        from rolljax.config.resolved import diff
 
         deadline = time.monotonic() + FOUND_S
         while not _holds(self.path / LOCK, mark):
@@ -217,9 +217,9 @@ class RunFolder:
         Raises:
           CheckpointError: see `resolved`. ConfigError: a class of a field cannot be found here.
         """
-        from rolljax.config import stored
+        from rolljax.config import resolved
 
-        return stored.build_fields(self.resolved(), cls, leave_out)
+        return resolved.build_fields(self.resolved(), cls, leave_out)
 
     def changes(self, config: Any) -> list[tuple[str, object, object]]:
         """Settings that differ from those of the run that is here and change numbers: path, value there, value now.
@@ -227,7 +227,7 @@ class RunFolder:
         Args:
           config: a `config.Loaded`.
         """
-        from rolljax.config.loaded import ABSENT, diff
+        from rolljax.config.resolved import ABSENT, diff
 
         stored = self.resolved()
         found = diff(stored, config.resolved)

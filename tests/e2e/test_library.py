@@ -13,7 +13,7 @@ import pytest
 
 import rolljax
 from rolljax.chat_models.base import Asking
-from rolljax.config import from_python
+from rolljax.config import loader
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, EnvError
@@ -192,7 +192,7 @@ def test_a_recipe_in_python_and_its_file_are_the_same_run(tmp_path):
     by_name = rolljax.train("quickstart", set=small, run_dir=tmp_path / "gin", progress=False)
     by_object = rolljax.train(by_name.config.value, run_dir=tmp_path / "python", progress=False)
     by_file = rolljax.train(by_object.path / "config.gin", run_dir=tmp_path / "again", progress=False)
-    assert from_python.given(by_name.config.value).resolved == by_file.config.resolved
+    assert loader.given(by_name.config.value).resolved == by_file.config.resolved
     assert len({r.summary["state_sha256"] for r in (by_name, by_object, by_file)}) == 1
 
 

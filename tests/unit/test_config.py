@@ -7,7 +7,9 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import gin
 import pytest
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import config_fixture as fx
 
 from rolljax.config import loader
-from rolljax.config.loaded import ABSENT, diff
+from rolljax.config.resolved import ABSENT, diff
 from rolljax.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -293,6 +295,39 @@ def test_threads_that_load_at_the_same_time_do_not_meet():
     assert sum(found, []) == list(range(80))
 
 
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Is built once both threads build one, and loads a config meanwhile."""
+
+    seed: int = 0
+    both: ClassVar = threading.Barrier(2, timeout=60)
+
+    def __post_init__(self) -> None:
+        self.both.wait()
+        assert loader.load([], [f"Recipe.seed = {self.seed}"], root=fx.Recipe).value.seed == self.seed
+
+
+def test_no_load_waits_for_another_one():
+    """Neither one of another thread nor one inside of it: a load has no state that another one could meet."""
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda i: loader.load([], [f"Meeting.seed = {i}"], root=Meeting).value.seed, (3, 4)))
+    assert found == [3, 4]
+
+
+def test_each_reference_builds_its_own_object_in_its_scope(load):
+    """A macro's value is built in the scope of the macro's name, once for every place that reads it."""
+    text = """
+big = @fx.AdamW()
+big/fx.AdamW.lr = 0.25
+fx.Recipe.optimizer = %big
+fx.Recipe.anything = [%big, @fx.AdamW(), @big/fx.AdamW()]
+"""
+    value = load(text).value
+    first, plain, scoped = value.anything
+    assert value.optimizer == first == scoped == fx.AdamW(lr=0.25) and plain == fx.AdamW()
+    assert len({id(o) for o in (value.optimizer, first, scoped)}) == 3
+
+
 # ---- broken configs: (id, main.gin after HEAD, settings, fragments of the message) ----------------------------------
 
 BROKEN = [
@@ -352,8 +387,10 @@ BROKEN = [
     ("not a dataclass", "fx.Recipe.anything = @fx.NotAConfig()", [], ["main.gin:3", "is not a frozen dataclass"]),
     ("function field", "fx.reward.text = 'a'", [], ["main.gin:3", "fx.reward is not a frozen dataclass"]),
     ("not callable", "fx.Recipe.anything = @fx.TABLE", [], ["main.gin:3", "not a class or function"]),
-    ("circle", "a = %b\nb = %a\nfx.Recipe.seed = %a", [], ["main.gin", "in a circle"]),
-    ("object in itself", "fx.Recipe.anything = @fx.Recipe()", [], ["main.gin", "in a circle"]),
+    ("circle", "a = %b\nb = %a\nfx.Recipe.seed = %a", [], ["main.gin:3: a refers to itself in a circle: a -> b -> a"]),
+    ("object in itself", "fx.Recipe.anything = @fx.Recipe()", [], ["main.gin:3", "in a circle: Recipe.anything -> Recipe.anything"]),
+    ("circle of two", "fx.Recipe.optimizer = @fx.AdamW()\nfx.AdamW.schedule = @s/fx.Recipe()", [],
+     ["main.gin:3", "in a circle: Recipe.optimizer -> AdamW.schedule -> Recipe.optimizer"]),
     ("union", "fx.Recipe.limit = 'nnoe'", [], ["main.gin:3", "must be int or 'none'", "did you mean 'none'?"]),
     ("open quote", "fx.Recipe.name = 'abc", [], ["main.gin:3", "syntax error", "'abc"]),
     ("field in a block", "fx.Grpo:\n  clip_low = 0\n  clip_hihg = 0.3", [], ["main.gin:5", "did you mean 'clip_high'?"]),

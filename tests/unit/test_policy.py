@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from rolljax import eval as evaluation
-from rolljax.config import from_python, loader, stored
+from rolljax.config import loader, resolved
 from rolljax.config.classes import fields
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.games.frozen_lake import FrozenLake
@@ -65,7 +65,7 @@ def own_objects():
 
 
 def test_a_run_with_objects_of_its_own_has_its_policy(tmp_path):
-    config = from_python.given(own_objects())
+    config = loader.given(own_objects())
     path = folder_of(config, tmp_path / "run")
     found = policy_recipe(path)
     assert (found.lora, found.sampler, found.model) == (Lora(rank=2), config.value.sampler, config.value.model)
@@ -79,14 +79,14 @@ def test_a_run_with_objects_of_its_own_has_its_policy(tmp_path):
 
 
 def test_a_model_of_a_class_that_is_not_here_is_named(tmp_path):
-    config = from_python.given(own_objects())
-    resolved = config.resolved | {"model.__class__": "nobody.has.This"}
-    path = folder_of(dataclasses.replace(config, resolved=resolved), tmp_path / "run")
+    config = loader.given(own_objects())
+    settings = config.resolved | {"model.__class__": "nobody.has.This"}
+    path = folder_of(dataclasses.replace(config, resolved=settings), tmp_path / "run")
     with pytest.raises(ConfigError, match="model is of a class that is not here") as e:
         policy_recipe(path)
     assert e.value.value == "nobody.has.This"
     with pytest.raises(ConfigError, match="must be int"):
-        stored.build({"a": "x"}, "a", int)
+        resolved.build({"a": "x"}, "a", int)
     with pytest.raises(CheckpointError, match="is not a run folder"):
         policy_recipe(tmp_path)
 

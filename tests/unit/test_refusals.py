@@ -13,8 +13,8 @@ import pytest
 
 from rolljax import cli
 from rolljax.config.foreign import NAMES, foreign
+from rolljax.config.parser import Ref, leaves
 from rolljax.config.source import Bindings
-from rolljax.config.values import Ref, leaves
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
@@ -703,7 +703,7 @@ def quickstart():
 
 def answer(source, name):
     with pytest.raises(ConfigError) as caught:
-        source.read_setting(f"{name} = 1")
+        source.take_settings([f"{name} = 1"])
     return str(caught.value)
 
 

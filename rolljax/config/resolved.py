@@ -1,4 +1,5 @@
-"""Objects from a resolved config (`check.flatten`): the settings of a run without the file that named them.
+"""Resolved configs: every setting of a tree by its path, as JSON holds it. `flatten` makes one, `diff` compares two,
+`build` makes objects of one again.
 
 A file of settings names every class and function of a run, also those of the script or notebook that started it. The
 resolved config has the value of each setting, so that some of them can be had where the others cannot.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,7 +18,58 @@ from rolljax.config import check
 from rolljax.config.classes import fields, is_config
 from rolljax.errors import ConfigError, boundary
 
+ABSENT = "(absent)"
+"""What `diff` shows for a path that one side does not have."""
 CLASS = "__class__"
+
+
+def flatten(value: Any, path: str = "") -> dict[str, object]:
+    """Dotted path -> JSON-able value for every field; `<path>.__class__` names the class of each dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out: dict[str, object] = {_join(path, CLASS): check.full_name(type(value))}
+        for field in dataclasses.fields(value):
+            out |= flatten(getattr(value, field.name), _join(path, field.name))
+        return out
+    if _holds_dataclass(value):
+        if isinstance(value, Mapping):
+            pairs = [(_join(path, str(key)), item) for key, item in value.items()]
+        else:
+            pairs = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        return {key: leaf for inner, item in pairs for key, leaf in flatten(item, inner).items()}
+    return {path: _plain(value)}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _holds_dataclass(value: Any) -> bool:
+    if isinstance(value, (list, tuple, Mapping)):
+        return any(map(_holds_dataclass, value.values() if isinstance(value, Mapping) else value))
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _plain(value: Any) -> object:
+    """A leaf JSON can hold: scalars as they are, containers of them, names of functions, text of the rest."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if inspect.isclass(value) or callable(value) and hasattr(value, "__qualname__"):
+        return check.full_name(value)
+    return check.full_name(type(value)) if " at 0x" in repr(value) else repr(value)
+
+
+def diff(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, object, object]]:
+    """Paths of two resolved configs that differ, with both values (`ABSENT` where a side lacks the path)."""
+    pairs = [(path, old.get(path, ABSENT), new.get(path, ABSENT)) for path in dict.fromkeys((*old, *new))]
+    return [(path, a, b) for path, a, b in pairs if a != b or isinstance(a, bool) != isinstance(b, bool)]
 
 
 def build(resolved: Mapping[str, Any], path: str, annotation: Any = Any) -> Any:
