@@ -175,7 +175,7 @@ def child(workload: Workload, arguments: list[str]) -> None:
     """A run whose answers are as long as their addresses say."""
     import numpy as np
 
-    from rolljax.rollout.policies import SamplerPolicy
+    from rolljax.rollout.episodes import SamplerPolicy
     from rolljax.train import main as train
 
     median, of_prompt, of_sample = workload.lengths

@@ -38,7 +38,7 @@ from collections.abc import Callable
 
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.concurrency.lockstep import SINGLE_PROCESS, Leader, SingleProcess
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.console.progress import Console
 from rolljax.envs.tasks import open_stream
 from rolljax.recipe import Phase, Recipe

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"key, as this address is open to others: {keys[0]}", flush=True)
             allow_open_files(4 * args.max_concurrency)
             engine, params, version, served = load(args)
-            from rolljax.concurrency.watchdog import Watchdog
+            from rolljax.concurrency.waits import Watchdog
             from rolljax.sampler.client import Sampler
 
             with needed("uvicorn", "a server"):

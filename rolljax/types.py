@@ -83,6 +83,8 @@ class Key:
     sibling: int
 
 
+EXPERT = -1
+"""Policy version of tokens that no policy sampled."""
 EVAL_STREAM = 1_000_000
 
 
@@ -278,6 +280,11 @@ class Trajectory:
     def lost(self) -> bool:
         """Whether it failed for another reason than the policy's own loops."""
         return self.status == "failed" and not (self.fault and self.fault.kind == "agent")
+
+    @property
+    def tampered(self) -> bool:
+        """Whether the environment saw the policy tamper with its task (its metric `tamper_n`)."""
+        return self.metrics.get("tamper_n", 0) > 0
 
     @property
     def num_sampled_tok(self) -> int:

@@ -12,9 +12,8 @@ import numpy as np
 
 from rolljax.trainer import algorithms, masked
 from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.update import clean_batch
 from rolljax.types import Key, Task, Trajectory, Turn

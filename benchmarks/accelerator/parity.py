@@ -85,7 +85,7 @@ def gap_figures(model: Any, params: Any, num: int, prompt: int, answer: int) -> 
     import numpy as np
 
     from rolljax.trainer.batch import PackShape, Sample, pack
-    from rolljax.trainer.forward_passes import PlacedBatch
+    from rolljax.trainer.mesh import PlacedBatch
 
     prompts = random_prompts(model, num, prompt)
     done, _ = sample(model, params, prompts, answer, 1.0)

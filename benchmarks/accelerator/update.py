@@ -117,7 +117,7 @@ def full_batch(trainer: Any) -> Any:
     import numpy as np
 
     from rolljax.trainer.batch import Sample
-    from rolljax.trainer.forward_passes import PlacedBatch
+    from rolljax.trainer.mesh import PlacedBatch
 
     shape, rng = trainer.shape, np.random.default_rng(0)
     sampled = np.arange(shape.row_len // 4, shape.row_len)

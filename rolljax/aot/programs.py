@@ -36,10 +36,9 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import MIN_CHUNK, SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
-from rolljax.trainer.mesh import SLOT_AXES, param_shardings
+from rolljax.trainer.mesh import SLOT_AXES, batch_shardings, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import Reshard, make_write
-from rolljax.trainer.update import batch_shardings
 
 Sizes = Mapping[str, float]
 """Bytes of one device by what they are."""

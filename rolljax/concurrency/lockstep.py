@@ -24,7 +24,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar, cast
 
-from rolljax.concurrency.inbox import Inbox
+from rolljax.concurrency.waits import Inbox
 from rolljax.errors import InfraError, RolljaxError, TrainerError
 
 JOIN_S = 300.0

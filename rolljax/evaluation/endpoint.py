@@ -11,7 +11,7 @@ import numpy as np
 from rolljax.chat_models.base import ChatTooLong, seed_of
 from rolljax.chat_models.client import Endpoint, EndpointConfig, the_only_model
 from rolljax.chat_models.completion import Reply
-from rolljax.concurrency.watchdog import Sleeper
+from rolljax.concurrency.waits import Sleeper
 from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import jax
 
 from rolljax.concurrency.lockstep import SINGLE_PROCESS
-from rolljax.concurrency.watchdog import Sleeper
+from rolljax.concurrency.waits import Sleeper
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import Pool
 from rolljax.errors import ConfigError, RolljaxError, needed
@@ -21,8 +21,7 @@ from rolljax.model.files import folder_digest
 from rolljax.model.folder import folder_remedy
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.episodes import EpisodeRollouts, Rollouts
-from rolljax.rollout.policies import SamplerPolicy
+from rolljax.rollout.episodes import EpisodeRollouts, Rollouts, SamplerPolicy
 from rolljax.run.checkpoint import Step
 from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
 from rolljax.run.runtime import share_sampler

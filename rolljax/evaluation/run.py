@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolljax.concurrency.event_loop import EventLoop
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
 from rolljax.envs.pool import open_pool

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
-from rolljax.envs.pool.checks import flag, number
+from rolljax.envs.pool.episode_runner import flag, number
 from rolljax.errors import EnvError, boundary, check_range
 from rolljax.rewards.base import Reward, RewardContext, Scorer
 from rolljax.rewards.calls import CallLimits, Calls

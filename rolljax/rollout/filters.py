@@ -78,19 +78,14 @@ def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
     """Whether a trajectory is one to learn from."""
     if t.status == "failed" or not t.turns:
         return False
-    if cfg.tampering == "drop" and tampered(t):
+    if cfg.tampering == "drop" and t.tampered:
         return False
     return not (cfg.drop_failures_over_tok and not t.success and t.num_sampled_tok > cfg.drop_failures_over_tok)
 
 
 def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
     """The trajectory with the reward that counts."""
-    if cfg.tampering != "zero" or not tampered(t):
+    if cfg.tampering != "zero" or not t.tampered:
         return t
     turns = tuple(dataclasses.replace(turn, reward=min(turn.reward, 0.0)) for turn in t.turns)
     return dataclasses.replace(t, turns=turns, reward=min(t.reward, 0.0), success=False)
-
-
-def tampered(t: Trajectory) -> bool:
-    """Whether the environment saw the policy tamper with its task."""
-    return t.metrics.get("tamper_n", 0) > 0

@@ -23,8 +23,7 @@ import numpy as np
 from rolljax.envs.pool import Pool
 from rolljax.errors import EnvError, check_range
 from rolljax.model.tokenizer import Chat
-from rolljax.rollout.policies import EXPERT
-from rolljax.types import Expert, Group, Message, Task, Trajectory
+from rolljax.types import EXPERT, Expert, Group, Message, Task, Trajectory
 
 MAX_EXPERTS = 4096
 """Experts' episodes, and their success rates, that are remembered."""

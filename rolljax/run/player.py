@@ -10,8 +10,7 @@ from rolljax.concurrency.event_loop import EventLoop
 from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.episodes import EpisodeCounts, Rollouts
-from rolljax.rollout.policies import Policy, SamplerPolicy, ScriptedPolicy
+from rolljax.rollout.episodes import EpisodeCounts, Policy, Rollouts, SamplerPolicy, ScriptedPolicy
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress

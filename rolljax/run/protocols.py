@@ -9,9 +9,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from rolljax.envs.pool import Pool
 from rolljax.metrics import MetricsReport
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.episodes import Policy, Rollouts
 from rolljax.rollout.mixture_rules import Perplexities
-from rolljax.rollout.policies import Policy
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress

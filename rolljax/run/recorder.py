@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.console.progress import Console
 from rolljax.errors import EnvError, TrainerError
 from rolljax.recipe import Phase, Recipe

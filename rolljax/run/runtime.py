@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rolljax.concurrency.event_loop import EventLoop
 from rolljax.concurrency.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.envs.pool import open_pool
 from rolljax.errors import HangError, needed
 from rolljax.model.axes import SLOT_AXES
@@ -19,8 +19,7 @@ from rolljax.run.player import EpisodePlayer
 from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.run.weight_channel import Publisher, WeightChannel, open_channel
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine
-from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
+from rolljax.sampler.engine import LOCKSTEP_CALLS, Engine, EngineWorker
 
 
 def share_sampler(

@@ -28,10 +28,9 @@ from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.trainer import make_trainer
 from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Algorithm, Needs, PolicyOutputs, TokenLoss
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
-from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.episodes import Credit, Episodes, apply_credit
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.update import clean_batch
 from rolljax.types import FinishReason, Key, Status, Task, Trajectory, Turn

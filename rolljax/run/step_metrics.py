@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
 from rolljax.envs.pool.blame import SET_ASIDE
 from rolljax.metrics import ENV_PREFIX, MetricsReport
-from rolljax.rollout.filters import tampered
 from rolljax.run.consumed import ConsumedStep
 from rolljax.sampler.client import SamplerStats
 from rolljax.types import Group, Key, TokenColumn, Trajectory
@@ -135,7 +134,7 @@ def add_faults(report: MetricsReport, groups: Sequence[Group]) -> None:
     report.add("faults/set_aside_n", sum(t.fault is not None and t.fault.stage == SET_ASIDE for t in every))
     report.add("faults/retried_n", sum(t.attempts - 1 for t in every))
     report.add("faults/looped_n", sum(t.loops for t in every))
-    report.add("faults/tampered_n", sum(map(tampered, every)))
+    report.add("faults/tampered_n", sum(t.tampered for t in every))
     report.add("rollout/cancelled_n", sum(g.cancelled for g in groups))
 
 

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import jax
 
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.step_metrics import timed
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.worker import EngineWorker
+from rolljax.sampler.engine import EngineWorker
 from rolljax.trainer.publish import Reshard, checksums, differing, make_publish, share_devices
 
 LOCKSTEP_CALLS = ("pull",)

@@ -15,17 +15,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from rolljax.concurrency.inbox import Inbox
+from rolljax.concurrency.waits import Inbox
 from rolljax.errors import HangError, RolljaxError, SamplerError, boundary
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request, SamplerLoad, SamplerStats
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK
-from rolljax.sampler.worker import EngineWorker
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
 T = TypeVar("T")

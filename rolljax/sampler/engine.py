@@ -1,4 +1,4 @@
-"""The engine: a few jitted programs over one decode state. It samples; it decides nothing, and it keeps nothing.
+"""The engine: a few jitted programs over one decode state. It samples; it decides nothing.
 
     prefill   a chunk of some prompts -> their keys and values in pages, logits after the last token
     insert    prefilled prompts -> slots, first tokens
@@ -10,13 +10,17 @@ is a `kv.Path`. What is sampled is a function of the request alone (see `samplin
 are split over the batch axes and each part runs the same program on its own pages (`shard_map`); every part has all
 parameters, or they are split over `tensor`.
 
+`EngineWorker` is an engine with the weights, the decode state and the logits that it works on. These lie on the devices
+and stay there: the worker is called with host data alone, and a prefill's logits are named by a ticket. On a mesh of
+several processes each process has a worker and repeats the calls of the first one in their order (`LOCKSTEP_CALLS`).
+
 Shape letters besides the model's: S slots, R prefill rows, W pages per row, N pages, K decode steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -39,6 +43,8 @@ EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
 MAX_UNROLLED_LAYERS = 8
 """On CPU the layers of models up to this depth are written out in the decode program."""
+LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "score", "sleep")
+"""Methods that all processes of a mesh must call in one order. Arguments and tickets are the same on all of them."""
 
 
 class Engine:
@@ -362,3 +368,85 @@ _SHARED = ("sampler_logp", "model_logp", "top_ids", "top_sampler_logp", "top_mod
 
 def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
     return jnp.any(token_S[:, None] == stop_SE, axis=1)
+
+
+class EngineWorker:
+    """The engine of one process, with its part of weights, decode state and logits.
+
+    What is returned on the device is not waited for. Call `set_params` and `init` first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._params: Params | None = None
+        self._state: DecodeState | None = None
+        self._logits: dict[int, jax.Array] = {}
+        self._prefilling: jax.Array | None = None  # of the last prefill, until somebody has waited for it
+        self._num_tickets = 0
+
+    @property
+    def params(self) -> Params:
+        """The weights in use; None before the first are set, and from `sleep` until the next are set."""
+        return self._params
+
+    def set_params(self, params: Params) -> None:
+        """Use other weights from the next program on: as the engine wants them (see `trainer.publish`)."""
+        self._params = params
+
+    def init(self) -> None:
+        """Make an empty decode state: no slot is active."""
+        self._state = self.engine.init_decode_state()
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the decode state. To wake up, call `set_params` and `init`."""
+        self.wait()
+        self._params = self._state = self._prefilling = None
+
+    def prefill(self, chunks: PrefillChunks, *, read: int) -> int:
+        """Write chunks of prompts into the cache (see `Engine.prefill`).
+
+        Returns:
+          The ticket of the logits after each chunk. They are kept until `release`.
+        """
+        self._state, logits = self.engine.prefill(self._params, self._started(), chunks, read=read)
+        ticket = self._num_tickets
+        self._num_tickets += 1
+        self._logits[ticket] = self._prefilling = logits
+        return ticket
+
+    def insert(self, ticket: int, inserts: Inserts, *, truncate: bool = False, top: bool = False) -> ResultTokens:
+        """Fill slots from the logits of a prefill and draw their first tokens (see `Engine.insert`)."""
+        logits = self._logits[ticket]
+        self._state, result = self.engine.insert(self._started(), logits, inserts, truncate=truncate, top=top)
+        return result
+
+    def release(self, tickets: Iterable[int]) -> None:
+        """Drop the logits of these prefills, which are not inserted any more."""
+        for ticket in tickets:
+            del self._logits[ticket]
+
+    def generate(
+        self, table_SW: np.ndarray, slot_S: np.ndarray, *, truncate: bool = False, top: bool = False
+    ) -> ResultTokens:
+        """Up to `steps_per_dispatch` decode steps of some slots (see `Engine.generate`)."""
+        self._state, result = self.engine.generate(
+            self._params, self._started(), table_SW, slot_S, truncate=truncate, top=top
+        )
+        return result
+
+    def score(self, tokens_BT: np.ndarray) -> jax.Array:
+        """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
+        return self.engine.score(self._params, tokens_BT)
+
+    def wait_prefills(self) -> None:
+        """Wait until every prefill that was started is done."""
+        jax.block_until_ready(self._prefilling)
+        self._prefilling = None
+
+    def wait(self) -> None:
+        """Wait until every program that was started on the decode state is done."""
+        jax.block_until_ready(self._started())
+
+    def _started(self) -> DecodeState:
+        assert self._state is not None, "init was not called"
+        return self._state

@@ -18,9 +18,8 @@ import numpy as np
 
 from rolljax.model.vocabulary import TextStream
 from rolljax.sampler.arrays import PrefillChunks
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES, Node, PageCache
-from rolljax.sampler.worker import EngineWorker
 from rolljax.types import FinishReason, Sampled, SamplingParams
 
 

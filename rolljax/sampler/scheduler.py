@@ -23,9 +23,9 @@ from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.arrays import Inserts, PrefillChunks, ResultTokens
+from rolljax.sampler.engine import EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES
 from rolljax.sampler.prompt_queue import Capacity, PromptQueue, QueuedPrompt, Request, SamplerLoad, SamplerStats
-from rolljax.sampler.worker import EngineWorker
 from rolljax.types import FinishReason, Sampled
 
 FirstTokens = list[tuple[list[Request], ResultTokens]]

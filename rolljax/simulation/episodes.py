@@ -13,8 +13,7 @@ import numpy as np
 
 from rolljax.envs.base import Action, StepResult
 from rolljax.envs.pool import Episode
-from rolljax.envs.pool.blame import Blame
-from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.episode_runner import Verb
 from rolljax.errors import EnvError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.episodes import Barrier, Rollouts
@@ -100,7 +99,7 @@ class SimulatedEnvs:
 
     def __init__(self, timings: Timings, max_turns: int, seed: int) -> None:
         self.timeouts: collections.Counter[str] = collections.Counter()
-        self.restarts, self.blame = 0, Blame(0)
+        self.restarts, self.blame = 0, None
         self.timings, self.max_turns, self.seed = timings, max_turns, seed
         self.opened: collections.Counter[int] = collections.Counter()
         """Episodes of each task."""

@@ -11,12 +11,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from rolljax.concurrency.watchdog import Watchdog
+from rolljax.concurrency.waits import Watchdog
 from rolljax.envs.pool import EnvPool
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.episodes import Policy, Rollouts
 from rolljax.rollout.mixture_rules import Perplexities
-from rolljax.rollout.policies import Policy
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepGroups, StepReport, token_ages

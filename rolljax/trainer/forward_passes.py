@@ -19,26 +19,10 @@ from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.attention_stats import AttentionStatsFn
-from rolljax.trainer.batch import Packed, TokenBatch
+from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.forward import NumShards, critic_values, policy_outputs, without_experts
-from rolljax.trainer.mesh import put, replicated, rows
-from rolljax.trainer.update import ReferencePolicies, put_batch
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlacedBatch:
-    """A packed batch on the host and, once it is asked for, on the devices of a mesh."""
-
-    mesh: Mesh
-    packed: Packed
-
-    @property
-    def host(self) -> TokenBatch:
-        return self.packed.batch
-
-    @functools.cached_property
-    def on_devices(self) -> TokenBatch:
-        return put_batch(self.mesh, self.host)
+from rolljax.trainer.mesh import PlacedBatch, put, replicated, rows
+from rolljax.trainer.update import ReferencePolicies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,13 +43,6 @@ class ForwardPasses:
     """Model of each critic."""
     base: Base | None = None
     """The frozen weights of a model with adapters."""
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether the algorithm asks for any."""
-        needs = self.needs
-        logprobs = needs.trainer_logp or needs.ref or needs.scorer or needs.teachers
-        return bool(logprobs or needs.critics or needs.attention)
 
     def compute_logprobs(
         self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, SLOT_AXES, spec
+from rolljax.trainer.batch import ARRAYS, SCALARS, Packed, TokenBatch
 
 
 def available_devices() -> list[jax.Device]:
@@ -207,3 +209,31 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, ow
         return NamedSharding(mesh, axes_of)
 
     return jax.tree.map(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
+    """For the arrays that `like` has: rows split over the batch axes, tokens over `context`, scalars everywhere."""
+    scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
+    arrays = {n: rows(mesh, 1, tokens=True) for n in ARRAYS if getattr(like, n) is not None}
+    return TokenBatch(**{**dict.fromkeys(ARRAYS), **arrays}, **scalars)  # type: ignore[arg-type]
+
+
+def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
+    """The packed batch on its devices. Of several processes each has the whole batch on its host, and puts its part."""
+    return put(mesh, batch, batch_shardings(mesh, batch))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedBatch:
+    """A packed batch on the host and, once it is asked for, on the devices of a mesh."""
+
+    mesh: Mesh
+    packed: Packed
+
+    @property
+    def host(self) -> TokenBatch:
+        return self.packed.batch
+
+    @functools.cached_property
+    def on_devices(self) -> TokenBatch:
+        return put_batch(self.mesh, self.host)

@@ -23,13 +23,13 @@ from rolljax.model.decoder import Model
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState
-from rolljax.trainer.apply_credit import apply_credit, credit_metrics, token_columns
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
-from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.episodes import Credit, Episodes, apply_credit, credit_metrics, token_columns
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import without_experts
-from rolljax.trainer.forward_passes import ForwardPasses, PlacedBatch
+from rolljax.trainer.forward_passes import ForwardPasses
+from rolljax.trainer.mesh import PlacedBatch
 from rolljax.trainer.optimizer import Optimizer
 from rolljax.trainer.state import CriticSettings, StateBuilder, TrainState
 from rolljax.trainer.update import ReferencePolicies, make_critic_update, make_policy_update
@@ -52,7 +52,7 @@ class NotFinite(TrainerError):
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedStep:
     """The result of a training step, next to the new state: what the algorithm carries on, metrics, the number of
-    groups that were trained, and columns of each trajectory (`apply_credit.token_columns`)."""
+    groups that were trained, and columns of each trajectory (`credit.episodes.token_columns`)."""
 
     algorithm_state: AlgorithmState
     row: MetricsRow
@@ -180,7 +180,7 @@ class PhaseTrainer:
         If groups stay together, the shape only has room for pairs, so groups are split into pairs. That is correct,
         because log-probs of a sample do not depend on its neighbours in a row.
         """
-        if not self.forward_passes.are_needed:
+        if not self._has_forward_passes:
             return []
         if self.algorithm.unsplit_groups:
             samples = [group[i : i + 2] for group in samples for i in range(0, len(group), 2)]
@@ -294,6 +294,10 @@ class PhaseTrainer:
         """What every critic is."""
         assert self.critic is not None
         return self.critic.value_model(self.model)
+
+    @functools.cached_property
+    def _has_forward_passes(self) -> bool:
+        return self.algorithm.needs().forward_passes
 
     @functools.cached_property
     def forward_passes(self) -> ForwardPasses:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
@@ -25,11 +25,11 @@ from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import ARRAYS, COLUMNS, SCALARS, TokenBatch
+from rolljax.trainer.batch import COLUMNS, TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import UNSHARDED, NumShards, critic_values, policy_outputs
 from rolljax.trainer.kl import k3
-from rolljax.trainer.mesh import put, replicated, rows
+from rolljax.trainer.mesh import replicated
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import ParamState
 
@@ -234,18 +234,6 @@ def apply(
         "finite": finite.astype(jnp.float32),
         "skipped_n": 1 - some.astype(jnp.float32),
     }
-
-
-def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
-    """For the arrays that `like` has: rows split over the batch axes, tokens over `context`, scalars everywhere."""
-    scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
-    arrays = {n: rows(mesh, 1, tokens=True) for n in ARRAYS if getattr(like, n) is not None}
-    return TokenBatch(**{**dict.fromkeys(ARRAYS), **arrays}, **scalars)  # type: ignore[arg-type]
-
-
-def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
-    """The packed batch on its devices. Of several processes each has the whole batch on its host, and puts its part."""
-    return put(mesh, batch, batch_shardings(mesh, batch))
 
 
 def make_policy_update(

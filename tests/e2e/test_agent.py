@@ -16,7 +16,7 @@ from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.rollout.agents.host import AgentHost, AgentRollouts
 from rolljax.rollout.agents.program import AgentProgram
-from rolljax.rollout.policies import SamplerPolicy
+from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig

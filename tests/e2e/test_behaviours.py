@@ -26,9 +26,8 @@ from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape, Sample
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.optimizer import AdamW

@@ -14,8 +14,7 @@ from rolljax.envs.code_problems import CodeProblems
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.run_limits import AdaptiveTimeout
 from rolljax.errors import EnvError
-from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import ScriptedPolicy
+from rolljax.rollout.episodes import Rollouts, ScriptedPolicy
 from rolljax.sandbox import available
 from rolljax.types import Completion, Key, Sampled
 

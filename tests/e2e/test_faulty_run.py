@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rolljax.concurrency import watchdog
+from rolljax.concurrency import waits
 from rolljax.metrics import check_row
 from rolljax.run import preflight
 from rolljax.train import main as train
@@ -144,8 +144,8 @@ async def nothing(*args, **settings):
 
 def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
     """A long wait is reported by name, and at its end the stacks of all threads are saved."""
-    monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.05)
-    monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
+    monkeypatch.setattr(waits, "CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(waits, "QUIET_S", 0.5)
     monkeypatch.setattr(preflight, "check_rewards", nothing)  # which would notice before the run that nothing answers
     changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}
     assert start(tmp_path / "run", [""], tmp_path, **changes, Faulty_dot_latency_s=1000.0) == 7

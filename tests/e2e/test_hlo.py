@@ -78,10 +78,9 @@ def update(spec, lora=None):
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape
-    from rolljax.trainer.mesh import param_shardings
+    from rolljax.trainer.mesh import batch_shardings, param_shardings
     from rolljax.trainer.optimizer import AdamW
     from rolljax.trainer.phase_trainer import PhaseTrainer
-    from rolljax.trainer.update import batch_shardings
 
     mesh = spec.build()
     model = Model(Qwen3Config(V, L, D, H, K, C, F, tie_embeddings=False), "bfloat16", "full", lora=lora)

@@ -25,9 +25,8 @@ from rolljax.run.preflight import meshes
 from rolljax.run.trainer import Trainer
 from rolljax.run.weight_channel import BetweenMeshes, open_channel
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.sampler.worker import EngineWorker
 from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec, Split, param_shardings
 from rolljax.trainer.publish import Reshard, checksums, differing

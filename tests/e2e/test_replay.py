@@ -238,7 +238,7 @@ KILLED_BY_EVENT = """
 import os, random, sys
 from rolljax.train import main
 from rolljax.rollout.group_buffer import GroupBuffer
-from rolljax.rollout.policies import SamplerPolicy
+from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.storage import durable
 chance = random.Random(int(sys.argv[1]))
 points, events = chance.randrange(int(sys.argv[2])), chance.choice((0, chance.randrange(40)))

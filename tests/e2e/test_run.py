@@ -16,7 +16,7 @@ from rolljax.console.progress import Console
 from rolljax.envs.tasks import TaskStream
 from rolljax.export import main as export
 from rolljax.metrics import MetricsReport, check_row
-from rolljax.rollout.policies import SamplerPolicy, ScriptedPolicy
+from rolljax.rollout.episodes import SamplerPolicy, ScriptedPolicy
 from rolljax.run.folder import RunFolder
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run

@@ -14,11 +14,10 @@ from rolljax.errors import SamplerError
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.sampler.worker import EngineWorker
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams

@@ -25,9 +25,8 @@ from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.sft import Sft
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.kl import KlLoss
 from rolljax.trainer.mesh import MeshSpec

@@ -10,11 +10,10 @@ import pytest
 from rolljax.concurrency.lockstep import Lockstep
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import LOCKSTEP_CALLS, Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.types import Sampled, SamplingParams
 

@@ -24,12 +24,12 @@ import rolljax
 from rolljax.envs import bm25
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
-from rolljax.envs.adapters.reasoning_gym_scores import FORMS
+from rolljax.envs.adapters.reasoning_gym import FORMS
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.catalog import names as environment_names
 from rolljax.envs.code_problems import Problem, program_of
-from rolljax.envs.pool.checks import check_answer, describe
+from rolljax.envs.pool.episode_runner import check_answer, describe
 from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, linear_pattern, read_json
 from rolljax.envs.tools.base import ToolError, ToolSpec, clip, plain
 from rolljax.envs.tools.calculator import calc
@@ -127,7 +127,7 @@ MADE = {
     ],
     ("envs/tools/parsers.py", "re.escape(f'</{word}>')"): ["</python>"],
     ("envs/tools/parsers.py", "f'{re.escape(spec.text_parameter)}\\\\s*=(?!=)\\\\s*'"): [r"code\s*=(?!=)\s*"],
-    ("envs/adapters/reasoning_gym_scores.py", "form"): [form.pattern for form in FORMS.values()],
+    ("envs/adapters/reasoning_gym.py", "form"): [form.pattern for form in FORMS.values()],
     ("model/tokenizer.py", "f'({self._specials.pattern})'"): [r"(<\|assistant\|>|<\|end\|>)"],
     ("model/tokenizer.py", "f'{spelling.pattern}|{MARK}|{UNMARK}'"): [rf"<\|assistant\|>|<\|end\|>|{MARK}|{UNMARK}"],
     ("model/vocabulary.py", "'|'.join(map(re.escape, sorted(texts, key=lambda t: (-len(t), t)))) or '(?!)'"): [
@@ -136,7 +136,7 @@ MADE = {
     ("model/tokenizer.py", "f'{MARK}([0-9]+){UNMARK}'"): [f"{MARK}([0-9]+){UNMARK}"],
 }  # fmt: skip
 """Patterns that are put together while the program runs: examples of them."""
-WHOLE = {("envs/adapters/reasoning_gym_scores.py", "form")}
+WHOLE = {("envs/adapters/reasoning_gym.py", "form")}
 """Those of them that only whole texts are held against."""
 
 

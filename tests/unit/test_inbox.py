@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rolljax.concurrency.inbox import Inbox
+from rolljax.concurrency.waits import Inbox
 
 WAIT_S = 120
 

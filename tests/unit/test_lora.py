@@ -21,12 +21,11 @@ from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mesh import MeshSpec, param_shardings
+from rolljax.trainer.mesh import MeshSpec, param_shardings, put_batch
 from rolljax.trainer.optimizer import Adafactor, AdamW, Lion, Muon
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import make_publish
 from rolljax.trainer.state import fingerprint
-from rolljax.trainer.update import put_batch
 from tests.synthetic import groups_of, samples_of
 
 SHAPE = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12, "ffn_size": 40, "init_std": 0.15}

@@ -27,8 +27,8 @@ from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.forward import NumShards, policy_outputs
-from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
-from rolljax.trainer.update import gradients, put_batch
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings, put_batch
+from rolljax.trainer.update import gradients
 from rolljax.types import Key, Task, Trajectory, Turn
 
 N, D, E, F, K = 40, 16, 8, 12, 2

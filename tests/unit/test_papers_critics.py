@@ -19,9 +19,8 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.segment_reward import SegmentDpo, SegmentPairDpo, SegmentPpo, SegmentReward, SegmentRft
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.credit.segments import agreement_mask
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import MeshSpec

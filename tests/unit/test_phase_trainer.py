@@ -22,10 +22,9 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.reward_model import PairRewardModel
-from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import PackShape, pack
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import AdaptiveKl, KlLoss

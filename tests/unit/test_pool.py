@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rolljax.envs.base import Action, Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.pool import EnvPool, PoolConfig, wire
-from rolljax.envs.pool.checks import check_answer, check_messages, check_opening, check_result
-from rolljax.envs.pool.episode_runner import WorkerEpisodes
+from rolljax.envs.pool.episode_runner import check_answer, check_messages, check_opening, check_result
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
+from rolljax.envs.pool.wire import WorkerEpisodes
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError
 from rolljax.types import Message, Task
 

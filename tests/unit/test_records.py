@@ -15,8 +15,7 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.records import RecordedAnswer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
-from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import ScriptedPolicy
+from rolljax.rollout.episodes import Rollouts, ScriptedPolicy
 from rolljax.train import main as train
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft

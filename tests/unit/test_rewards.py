@@ -14,8 +14,7 @@ from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rewards.compose import Clip, Gate, Shaping, Sum, Veto, on_curve
 from rolljax.rewards.environment import Environment
 from rolljax.rewards.scoring import Scoring, open_scoring, rewarded
-from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import ScriptedPolicy
+from rolljax.rollout.episodes import Rollouts, ScriptedPolicy
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group
 from tests.synthetic_rewards import episode

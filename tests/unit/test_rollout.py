@@ -14,8 +14,7 @@ from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.rollout.episodes import RolloutConfig, Rollouts
-from rolljax.rollout.policies import ScriptedPolicy
+from rolljax.rollout.episodes import RolloutConfig, Rollouts, ScriptedPolicy
 from rolljax.rollout.start_states import Chunk, Start, digest
 from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 

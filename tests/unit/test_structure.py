@@ -314,7 +314,7 @@ def test_simple_queues_are_found(code):
 
 
 def test_no_thread_waits_on_a_simple_queue():
-    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.concurrency.inbox`."""
+    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.concurrency.waits`."""
     files = [f for name in ("rolljax", "benchmarks", "examples") for f in sorted((ROOT.parent / name).rglob("*.py"))]
     assert len(files) > len(FILES)
     texts = {f: text for f in files if "queue" in (text := f.read_text())}

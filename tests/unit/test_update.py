@@ -22,11 +22,11 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import ARRAYS, PackShape, Sample, pack
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import critic_values, policy_outputs
-from rolljax.trainer.mesh import MeshSpec, replicated
+from rolljax.trainer.mesh import MeshSpec, put_batch, replicated
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import fingerprint
-from rolljax.trainer.update import make_critic_update, make_policy_update, policy_loss, put_batch
+from rolljax.trainer.update import make_critic_update, make_policy_update, policy_loss
 
 ROW_LEN, TEMPERATURE = 48, 0.8
 SHAPE = PackShape(3, 4, ROW_LEN)

@@ -16,7 +16,7 @@ from rolljax.envs.adapters.taubench import TauBench, TauBenchEnv
 from rolljax.envs.adapters.textarena import TextArena
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.envs.pool.checks import check_result, flag, number, table
+from rolljax.envs.pool.episode_runner import check_result, flag, number, table
 from rolljax.errors import EnvError
 
 NO_NUMBERS = ["1", "", "nan", float("nan"), float("inf"), -float("inf"), 10**400, 1j, object(), [1.0], {"a": 1}, np.array([1.0, 2.0]), np.float32("nan")]  # fmt: skip

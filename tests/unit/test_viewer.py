@@ -17,8 +17,7 @@ from rolljax.model.vocabulary import Vocabulary
 from rolljax.run.folder import RunFolder
 from rolljax.storage.layout import METRICS
 from rolljax.trainer.algorithms.base import Needs
-from rolljax.trainer.apply_credit import token_columns
-from rolljax.trainer.credit.episodes import Credit
+from rolljax.trainer.credit.episodes import Credit, token_columns
 from rolljax.types import Trajectory
 from rolljax.viewer import answers, records
 from rolljax.viewer.app import ASSETS, HEADERS, dump

@@ -5,10 +5,9 @@ import threading
 
 import pytest
 
-from rolljax.concurrency import watchdog
+from rolljax.concurrency import waits
 from rolljax.concurrency.event_loop import EventLoop
-from rolljax.concurrency.inbox import Inbox
-from rolljax.concurrency.watchdog import CHECK_EVERY_S, LOOKS, QUIET_S, Watchdog
+from rolljax.concurrency.waits import CHECK_EVERY_S, LOOKS, QUIET_S, Inbox, Watchdog
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import HangError
 from tests.faulty import FaultyThread, play
@@ -68,7 +67,7 @@ def test_a_thread_that_sleeps_while_work_waits_is_reported_and_woken(dog, told, 
 
 
 def test_a_lost_wake_up_is_found_by_the_watching_thread(monkeypatch, dog, told):
-    monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(waits, "CHECK_EVERY_S", 0.01)
     inbox = Inbox("a thread of the test")
     dog.watch(inbox)
     dog.start()

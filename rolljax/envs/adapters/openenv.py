@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
-from rolljax.envs.pool.checks import flag, number, table
+from rolljax.envs.pool.episode_runner import flag, number, table
 from rolljax.envs.text import read_json
 from rolljax.errors import ConfigError, EnvError, InfraError, boundary, check_range
 from rolljax.types import Message, Task

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.expressions import is_plain
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
-from rolljax.envs.pool.checks import flag, number
+from rolljax.envs.pool.episode_runner import flag, number
 from rolljax.envs.text import read_json
 from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
-from rolljax.envs.pool.checks import flag, number
+from rolljax.envs.pool.episode_runner import flag, number
 from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task
 

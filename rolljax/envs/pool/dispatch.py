@@ -18,11 +18,11 @@ import threading
 import time
 from typing import Any
 
-from rolljax.concurrency.inbox import Mailbox
+from rolljax.concurrency.waits import Mailbox
 from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
-from rolljax.envs.pool.checks import Verb, describe
+from rolljax.envs.pool.episode_runner import Verb, describe
 from rolljax.envs.pool.link import Cause, WorkerLink
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.workers import PoolWorker, RemoteSlot, WorkerCall, WorkerSlot

@@ -24,7 +24,6 @@ import time
 from typing import Any
 
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.episode_runner import WorkerEpisodes
 
 ORDER = struct.Struct("!cI")
 """What the pool sends to the fork server after the first frame: F (fork; the worker's socket comes along) or K (kill),
@@ -171,7 +170,7 @@ class ForkServer:
             os.close(write)
             faulthandler.enable()
             _limit(self._memory_bytes)
-            serve(sock, WorkerEpisodes(self._spec, self._max_bytes))
+            serve(sock, wire.WorkerEpisodes(self._spec, self._max_bytes))
             code = 0
         finally:
             if sys.exc_info()[0] is not None:  # nothing above this frame shows an error of this process
@@ -209,7 +208,7 @@ class ForkServer:
             self._pool.sendall(wire.frame(json.dumps(news).encode()))
 
 
-def serve(sock: socket.socket, episodes: WorkerEpisodes) -> None:
+def serve(sock: socket.socket, episodes: wire.WorkerEpisodes) -> None:
     """Answer requests until the pool closes its end, then close what is open."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]

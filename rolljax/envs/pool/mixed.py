@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 
-from rolljax.concurrency.watchdog import Sleeper
+from rolljax.concurrency.waits import Sleeper
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
 from rolljax.envs.pool.pool import EnvPool, Episode, PoolStats

@@ -15,11 +15,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from rolljax.concurrency.inbox import Mailbox
-from rolljax.concurrency.watchdog import Sleeper
+from rolljax.concurrency.waits import Mailbox, Sleeper
 from rolljax.envs.base import Action, EnvSpec, StepResult
 from rolljax.envs.pool.blame import Blame
-from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.episode_runner import Verb
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadBackend
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
@@ -43,7 +42,10 @@ class Backend(Protocol):
 
     timeouts: collections.Counter[str]
     restarts: int
-    blame: Blame
+
+    @property
+    def blame(self) -> Blame | None:
+        """Crashes by task; None where a crash would end this process."""
 
     def slot(self) -> EpisodeSlot: ...
     def close(self) -> None: ...
@@ -68,7 +70,7 @@ class PoolStats:
     faults: Mapping[str, int]
     """Episodes by the kind of their first fault (env, infra, limit)."""
     crashes: int
-    """Ends of workers that a task is blamed for;."""
+    """Ends of workers that a task is blamed for."""
     set_aside: int
     """Tasks that had too many of them."""
     under_way: Mapping[str, int]
@@ -127,20 +129,20 @@ class EnvPool:
 
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """What threads of this pool wait for that wait without an end (`rolljax.concurrency.watchdog`)."""
+        """What threads of this pool wait for that wait without an end (`rolljax.concurrency.waits`)."""
         return (self._backend.calls,) if isinstance(self._backend, ThreadBackend) else ()
 
     @property
     def stats(self) -> PoolStats:
         counts = {name: self._counts[name] for name in ("opened", "closed", "failed", "steps")}
-        timeouts = self._backend.timeouts + collections.Counter({"episode": self._late})
+        blame, timeouts = self._backend.blame, self._backend.timeouts + collections.Counter({"episode": self._late})
         return PoolStats(
             open=len(self._open),
             restarts=self._backend.restarts,
             timeouts=dict(timeouts),
             faults=dict(self._faults),
-            crashes=self._backend.blame.crashes.total(),
-            set_aside=self._backend.blame.num_set_aside,
+            crashes=blame.crashes.total() if blame else 0,
+            set_aside=blame.num_set_aside if blame else 0,
             under_way=dict(+self._under_way),
             **counts,
         )

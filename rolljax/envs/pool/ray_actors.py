@@ -16,11 +16,10 @@ import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolljax.concurrency.inbox import Inbox
+from rolljax.concurrency.waits import Inbox
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.checks import describe
-from rolljax.envs.pool.episode_runner import WorkerEpisodes
+from rolljax.envs.pool.episode_runner import describe
 from rolljax.envs.pool.link import LinkEvents
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.ray_cluster import CLUSTER
@@ -33,7 +32,7 @@ class Actor:
     """What Ray makes an actor of."""
 
     def __init__(self, spec: bytes, max_bytes: int) -> None:
-        self._episodes = WorkerEpisodes(pickle.loads(spec), max_bytes)
+        self._episodes = wire.WorkerEpisodes(pickle.loads(spec), max_bytes)
 
     def ready(self) -> bytes:
         return wire.HELLO

@@ -15,11 +15,9 @@ import threading
 import time
 from typing import Any
 
-from rolljax.concurrency.inbox import Inbox, Mailbox
+from rolljax.concurrency.waits import Inbox, Mailbox
 from rolljax.envs.base import Action, EnvSpec
-from rolljax.envs.pool.blame import Blame
-from rolljax.envs.pool.checks import Verb
-from rolljax.envs.pool.episode_runner import EpisodeRunner
+from rolljax.envs.pool.episode_runner import EpisodeRunner, Verb
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
 from rolljax.types import Task
@@ -82,7 +80,7 @@ class ThreadBackend:
         self.calls: Inbox[_Call | None] = Inbox("a thread of environments")
         self.timeouts: collections.Counter[str] = collections.Counter()
         self.restarts = 0
-        self.blame = Blame(0)  # a crash here is the end of this process
+        self.blame = None  # a crash here is the end of this process
         self._cfg, self._spec, self._mailbox = cfg, spec, mailbox
         self._max_threads = max_threads
         self._lock = threading.Lock()

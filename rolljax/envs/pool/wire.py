@@ -1,4 +1,4 @@
-"""The protocol between the pool and a worker.
+"""The protocol between the pool and a worker, and the worker's answers to it.
 
 A frame is its length in 4 bytes, big-endian, and that many bytes. Towards the worker a frame is a pickled list of
 requests: the worker trusts the pool. Back comes one frame per request, a JSON list `[number, outcome, value]`, which is
@@ -15,8 +15,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rolljax import errors
-from rolljax.envs.base import StepResult
-from rolljax.envs.pool.checks import MAX_ERROR_CHARS, Verb, check_answer, check_opening, check_result
+from rolljax.envs.base import EnvSpec, StepResult
+from rolljax.envs.pool.episode_runner import (
+    MAX_ERROR_CHARS,
+    EpisodeRunner,
+    Verb,
+    check_answer,
+    check_opening,
+    check_result,
+)
 from rolljax.envs.text import clean
 from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message
@@ -180,3 +187,35 @@ def _typed(value: Any, kinds: Sequence[Any]) -> list[Any]:
         if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
             raise ProtocolError("a value of another schema")
     return value
+
+
+class WorkerEpisodes:
+    """The episodes of one worker process or actor, by number. Calls are answered one after the other, in their order:
+    the first call without an answer is the one that runs."""
+
+    def __init__(self, spec: EnvSpec, max_bytes: int) -> None:
+        self._spec = spec
+        self._max_bytes = max_bytes
+        self._runners: dict[int, EpisodeRunner] = {}
+
+    def answer(self, call: Request) -> bytes:
+        """Return the reply to a request; never raises."""
+        number, episode, verb, argument = call
+        try:
+            if verb == "reset":
+                self._runners[episode] = EpisodeRunner(self._spec, self._max_bytes)
+            elif episode not in self._runners:
+                if verb == "close":
+                    return reply(number, verb, None)
+                raise EnvError(f"{verb} of an episode that is not open here", stage=verb)
+            runner = self._runners.pop(episode) if verb == "close" else self._runners[episode]
+            return reply(number, verb, runner.call(verb, argument))
+        except RolljaxError as e:
+            return failure(number, e)
+
+    def close(self) -> None:
+        """Close every episode that is still open."""
+        runners = list(self._runners.values())
+        self._runners.clear()
+        for runner in runners:
+            runner.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.episode_runner import Verb
 from rolljax.envs.pool.link import Cause
 from rolljax.types import Task
 

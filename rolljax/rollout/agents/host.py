@@ -25,8 +25,7 @@ from rolljax.model.tokenizer import Chat
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.agents.worker import AgentProcess
 from rolljax.rollout.builder import TrajectoryBuilder
-from rolljax.rollout.episodes import Rollouts
-from rolljax.rollout.policies import SamplerPolicy
+from rolljax.rollout.episodes import Rollouts, SamplerPolicy
 from rolljax.rollout.start_states import Start
 from rolljax.sampler.client import Sampler
 from rolljax.serving.schema import ServedModel

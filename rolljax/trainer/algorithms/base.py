@@ -75,6 +75,12 @@ class Needs:
         compared = self.divergence.policy if self.divergence else ""
         return tuple(dict.fromkeys(name for name in (self.ref, self.scorer, *self.teachers, compared) if name))
 
+    @property
+    def forward_passes(self) -> bool:
+        """Return whether models must look at a step's samples before its first update."""
+        logprobs = self.trainer_logp or self.ref or self.scorer or self.teachers
+        return bool(logprobs or self.critics or self.attention)
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
