@@ -232,8 +232,10 @@ class PlacedBatch:
 
     @property
     def host(self) -> TokenBatch:
+        """Return the batch on the host, NumPy arrays."""
         return self.packed.batch
 
     @functools.cached_property
     def on_devices(self) -> TokenBatch:
+        """Return the batch on the devices of the mesh."""
         return put_batch(self.mesh, self.host)
