@@ -1,1 +1,2 @@
-"""Threads and processes: named waits with deadlines, one event loop, and processes that make the same calls in step."""
+"""Threads and processes: named waits with deadlines, one event loop, child processes, and processes that make the same
+calls in step."""

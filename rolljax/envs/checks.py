@@ -14,12 +14,12 @@ import math
 import os
 import pickle
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from rolljax.concurrency import child
 from rolljax.envs import constants
 from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, StepResult
 from rolljax.errors import EnvError, InfraError
@@ -27,6 +27,8 @@ from rolljax.types import Message, Task
 
 MAX_STEPS = 1000
 """An episode of a check that takes more steps fails."""
+OTHER_PROCESS_S = 1800.0
+"""Seconds that another process may take to play the episodes of a check."""
 NONSENSE = "nonsense"
 NUM_DIGESTS = 5
 
@@ -257,15 +259,17 @@ def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
 def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGESTS) -> str:
     """Another process, with another hash seed, makes the same tasks and plays the same episodes."""
     work = base64.b64encode(pickle.dumps((list(specs), num_tasks))).decode()
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import print_digests; print_digests()"],
-        input=work,
-        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
+    code = f"import {__name__} as checks, {child.__name__} as child; child.answer_messages(checks.answer_digests)"
+    other = child.Child(
+        [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": child.python_path()}
     )
-    _require(done.returncode == 0, f"another process fails: {done.stderr[-2000:]}")
-    for spec, there in zip(specs, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    try:
+        found = other.ask(work, OTHER_PROCESS_S)
+    except child.ChildError as e:
+        raise EnvError(f"another process {e}") from e
+    finally:
+        other.stop()
+    for spec, there in zip(specs, found, strict=True):
         _require(digests(spec, num_tasks) == there, f"{spec.name} differs in another process")
     return f"{num_tasks} tasks and episodes"
 
@@ -275,10 +279,10 @@ def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
     return [[spec.task(i).id, _digest(spec, spec.task(i))] for i in range(num_tasks)]
 
 
-def print_digests() -> None:
-    """The other process: read settings from stdin, print their digests."""
-    specs, num_tasks = pickle.loads(base64.b64decode(sys.stdin.read()))
-    sys.stdout.write("\n" + json.dumps([digests(spec, num_tasks) for spec in specs]) + "\n")
+def answer_digests(work: str) -> list[list[list[str]]]:
+    """In the other process: return the digests of pickled settings."""
+    specs, num_tasks = pickle.loads(base64.b64decode(work))
+    return [digests(spec, num_tasks) for spec in specs]
 
 
 def _digest(spec: EnvSpec, task: Task) -> str:

@@ -4,8 +4,8 @@
 Needs jinja2 and nothing else, so that the process starts in a tenth of a second and its memory can be limited. The
 template sees what `transformers` shows it; `tests/unit/test_templates.py` compares.
 
-    request   {"template": ..., "variables": {...}, "day": ...}    8 bytes of length, then JSON, on standard input
-    response  {"text": ...} or {"error": ...}                      the same on standard output
+    request   {"template": ..., "variables": {...}, "day": ...}    a line of JSON on standard input
+    response  {"text": ...} or {"error": ...}                      a line of JSON on standard output
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import Any
 
-LENGTH_BYTES = 8
 MEMORY_BYTES = 2**30
 """Most bytes of the address space of the process."""
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
@@ -80,7 +79,7 @@ def _compiled(template: str) -> Any:
 
 
 def answer(request: bytes) -> bytes:
-    """The response to a request."""
+    """Return the response to a request."""
     try:
         asked = json.loads(request)
         text = render(asked["template"], asked["variables"], asked.get("day"))
@@ -92,19 +91,6 @@ def answer(request: bytes) -> bytes:
         return json.dumps({"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}).encode()
     except Exception as e:  # border: a template may raise anything
         return json.dumps({"error": f"{type(e).__name__}: {e}"[:2000]}).encode()
-
-
-def read(stream: BinaryIO) -> bytes | None:
-    """The next frame; None at the end."""
-    head = stream.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        return None
-    return stream.read(int.from_bytes(head, "little"))
-
-
-def framed(content: bytes) -> bytes:
-    """Return the content with its length before it."""
-    return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 
 def limit_memory() -> None:
@@ -121,14 +107,12 @@ def limit_memory() -> None:
 
 
 def main() -> None:
-    """The worker's process: renders the templates that it is sent, within limits, until its input ends."""
+    """Render the templates that come in, within limits, until the input ends."""
     sys.path[:] = json.loads(sys.argv[1])
     _compiled("")
     limit_memory()
-    sys.stdout.buffer.write(framed(b"ready"))
-    sys.stdout.buffer.flush()
-    while (request := read(sys.stdin.buffer)) is not None:
-        sys.stdout.buffer.write(framed(answer(request)))
+    for request in sys.stdin.buffer:
+        sys.stdout.buffer.write(answer(request) + b"\n")
         sys.stdout.buffer.flush()
 
 

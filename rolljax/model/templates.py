@@ -10,15 +10,12 @@ import atexit
 import contextlib
 import functools
 import json
-import os
-import select
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
+from rolljax.concurrency.child import Child, ChildError
 from rolljax.errors import ConfigError, boundary
 from rolljax.model import template_worker as worker
 
@@ -26,6 +23,8 @@ DEADLINE_S = 10.0
 """Seconds that one rendering may take; an ordinary one takes a fraction of a millisecond."""
 START_S = 120.0
 """Seconds that the rendering process may take to begin."""
+READY = {"template": "", "variables": {"messages": []}}
+"""The request that a new process answers once it runs."""
 
 
 def render(
@@ -48,11 +47,10 @@ def render(
     if trusted:
         with boundary(ConfigError, "the chat template failed"):
             return worker.render(template, variables, day)
-    request = json.dumps({"template": template, "variables": variables, "day": day}).encode()
-    answer = _renderer().ask(request, deadline_s)
-    if "error" in answer:
-        raise ConfigError(f"the chat template failed: {answer['error']}")
-    return answer["text"]
+    try:
+        return _renderer().ask({"template": template, "variables": variables, "day": day}, deadline_s)
+    except ChildError as e:
+        raise ConfigError(f"the chat template failed: the process that rendered it {e}") from e
 
 
 class _Renderer:
@@ -60,50 +58,35 @@ class _Renderer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
-        """Process id: a fork begins its own."""
+        self._child: Child | None = None
 
-    def ask(self, request: bytes, deadline_s: float) -> dict[str, str]:
+    def ask(self, request: Mapping[str, Any], deadline_s: float) -> str:
+        """Return the text of a request.
+
+        Raises:
+          ChildError: the process ended or did not answer in time. ConfigError: the template fails.
+        """
         with self._lock, contextlib.ExitStack() as unless_answered:
-            unless_answered.callback(self.close)  # interrupted, too: what comes next belongs to nobody
-            try:
-                process = self._running()
-                end = time.monotonic() + deadline_s
-                _write(process.stdin, worker.framed(request), end)
-                answer = json.loads(_read(process.stdout, end))
-            except TimeoutError:
-                return {"error": f"it was not done after {deadline_s:g} s"}
-            except EOFError:
-                return {"error": "it broke the process that rendered it"}
+            unless_answered.callback(self.close)  # interrupted, too: the next answer belongs to nobody
+            answer = self._running().ask(request, deadline_s)
             unless_answered.pop_all()
-            return answer
+        if "error" in answer:
+            raise ConfigError(f"the chat template failed: {answer['error']}")
+        return answer["text"]
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
-        command = [sys.executable, "-I", "-S", worker.__file__, json.dumps([p for p in sys.path if p])]
-        self._process = process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
-        )
-        self._owner = os.getpid()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        _read(process.stdout, time.monotonic() + START_S)
-        return process
+    def _running(self) -> Child:
+        if self._child is None or not self._child.alive:
+            self.close()
+            command = [sys.executable, "-I", "-S", worker.__file__, json.dumps([p for p in sys.path if p])]
+            self._child = Child(command, max_bytes=worker.MEMORY_BYTES)
+            self._child.ask(READY, START_S)
+        return self._child
 
     def close(self) -> None:
-        """End the process, if it is this one's."""
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        """End the process."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop()
 
 
 @functools.cache
@@ -111,38 +94,3 @@ def _renderer() -> _Renderer:
     found = _Renderer()
     atexit.register(found.close)
     return found
-
-
-def _write(pipe: IO[bytes] | None, content: bytes, end: float) -> None:
-    assert pipe is not None
-    left = memoryview(content)
-    while left:
-        _wait(pipe.fileno(), select.POLLOUT, end)
-        try:
-            left = left[os.write(pipe.fileno(), left) :]
-        except BlockingIOError:
-            continue
-        except BrokenPipeError:
-            raise EOFError from None
-
-
-def _read(pipe: IO[bytes] | None, end: float) -> bytes:
-    assert pipe is not None
-    found, wanted = bytearray(), worker.LENGTH_BYTES
-    while len(found) < wanted:
-        _wait(pipe.fileno(), select.POLLIN, end)
-        part = os.read(pipe.fileno(), max(wanted - len(found), 2**16))
-        if not part:
-            raise EOFError
-        found += part
-        if len(found) >= worker.LENGTH_BYTES:
-            wanted = worker.LENGTH_BYTES + int.from_bytes(found[: worker.LENGTH_BYTES], "little")
-    return bytes(found[worker.LENGTH_BYTES :])
-
-
-def _wait(fd: int, event: int, end: float) -> None:
-    """Until the pipe is ready. Raises `TimeoutError` at `end`."""
-    poll = select.poll()
-    poll.register(fd, event)
-    if not poll.poll(max(end - time.monotonic(), 0) * 1000):
-        raise TimeoutError

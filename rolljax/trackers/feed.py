@@ -10,34 +10,32 @@ while a tracker cannot be opened counts as lost at once, and reaches it late if 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import os
 import pickle
 import queue
-import select
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolljax.concurrency.child import Child, ChildError, python_path
+from rolljax.errors import InfraError
 from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig
 
 QUEUE = 4096
 """Rows, texts and figures that wait for a tracker; more are lost."""
 OPEN_S, TAKE_S, CLOSE_S = 180.0, 60.0, 30.0
 """Longest that a tracker may take to open a run, for one row, and to end."""
+SURVIVES_S = 60.0
+"""Seconds that a tracker whose run was killed has to close."""
 REFUSALS = 3
 """Errors of a tracker in a row after which its process is started again."""
 RESTARTS_S = (1.0, 30.0, 300.0)
 """Seconds before a process that failed is started again; after the last of them it is not."""
-
-
-class _Gone(Exception):
-    """The process of a tracker has ended, or does not answer."""
 
 
 class _Refused(Exception):
@@ -48,60 +46,25 @@ class _NotOpened(Exception):
     """A tracker cannot be opened."""
 
 
-class _Process:
-    """The process of a tracker, and the requests to it."""
+def start(log: Path) -> Child:
+    """Start the process of a tracker (`worker`)."""
+    env = os.environ | {"PYTHONPATH": python_path()}
+    return Child([sys.executable, "-m", "rolljax.trackers.worker"], env, log=log, survives_s=SURVIVES_S)
 
-    def __init__(self, log: Path) -> None:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with open(log, "ab") as errors:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rolljax.trackers.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | {"PYTHONPATH": paths},
-                start_new_session=True,
-            )
-        self._log = log
 
-    def ask(self, request: Sequence[Any], deadline_s: float) -> int:
-        """Send a request and return the number in the answer.
+def ask(child: Child, request: Sequence[Any], deadline_s: float) -> int:
+    """Send a request and return the number in the answer.
 
-        Raises:
-          _Gone: it is not there, or has not answered in time. _Refused: it answered with an error.
-        """
-        assert self._popen.stdin and self._popen.stdout
-        try:
-            pickle.dump(tuple(request), self._popen.stdin)
-            self._popen.stdin.flush()
-        except OSError as e:
-            raise self._gone() from e
-        if not select.select([self._popen.stdout], [], [], deadline_s)[0]:
-            raise _Gone(f"has not answered for {deadline_s:.0f} s ({request[0]})")
-        kind, _, text = self._popen.stdout.readline().decode(errors="replace").strip().partition(" ")
-        if kind == "ok":
-            return int(text)
-        if kind == "error":
-            raise _Refused(text)
-        raise self._gone()
-
-    def _gone(self) -> _Gone:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(1)
-        return _Gone(f"lost its process, which ended with code {self._popen.poll()}: see {self._log}")
-
-    def kill(self) -> None:
-        """End it and its child processes, if it has not ended by itself."""
-        if self._popen.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            self._popen.wait()
-
-    def end(self, deadline_s: float) -> None:
-        """Wait for it to end by itself, and end it otherwise."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(deadline_s)
-        self.kill()
+    Raises:
+      ChildError: the process has ended, or has not answered in time. _Refused: it answered with an error.
+    """
+    try:
+        answer = child.ask(base64.b64encode(pickle.dumps(tuple(request))).decode(), deadline_s)
+    except ChildError as e:
+        raise ChildError(f"{e} (asked to {request[0]})", e.kind) from e
+    if isinstance(answer, str):
+        raise _Refused(answer)
+    return answer
 
 
 class Feed:
@@ -125,7 +88,7 @@ class Feed:
         self._sent, self._refusals = -1, 0
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(QUEUE)
         self._closing, self._over = threading.Event(), threading.Event()
-        self._process: _Process | None = None
+        self._process: Child | None = None
         self._outcome: Outcome = "stopped"
         self._said: set[str] = set()
         self._thread = threading.Thread(target=self._run_thread, name=f"rolljax-{name}", daemon=True)
@@ -200,12 +163,12 @@ class Feed:
                 self._opens(False)
                 if not self._over.is_set():
                     self._say("gone", str(e))
-            except (_Gone, OSError) as e:
+            except (InfraError, OSError) as e:
                 if not self._over.is_set():
                     self._lose("gone", str(e))
             finally:
                 if self._process is not None:
-                    self._process.kill()
+                    self._process.stop()
             if wait_s is None or self._over.is_set():
                 return
             self._closing.wait(wait_s)
@@ -215,10 +178,10 @@ class Feed:
         run = dataclasses.replace(self._run, done=max(self._run.done, self._sent))
         try:
             self._run.folder.mkdir(parents=True, exist_ok=True)
-            process = self._process = _Process(self._run.folder / "log.txt")
+            process = self._process = start(self._run.folder / "log.txt")
             self._refusals = 0
-            self._sent = process.ask(("open", self._config, run), OPEN_S)
-        except (_Refused, _Gone, OSError) as e:
+            self._sent = ask(process, ("open", self._config, run), OPEN_S)
+        except (_Refused, ChildError, OSError) as e:
             raise _NotOpened(f"cannot be opened: {e}") from e
         self._opens(True)
         for row in self._rows():
@@ -226,7 +189,7 @@ class Feed:
         while (item := self._next()) is not None:
             self._give(process, *item)
         self._tell(process, ("close", self._outcome), CLOSE_S)
-        process.end(CLOSE_S)
+        process.stop(CLOSE_S)
 
     def _next(self) -> tuple[Any, ...] | None:
         """Return the next item; None when the run is over and everything was sent."""
@@ -244,22 +207,22 @@ class Feed:
                 self._counted = max(0, self._counted - 1)
             return item
 
-    def _give(self, process: _Process, method: str, step: int, *args: Any) -> None:
+    def _give(self, process: Child, method: str, step: int, *args: Any) -> None:
         if method == "log":
             if step <= self._sent:
                 return
             self._sent = step
         self._tell(process, (method, step, *args), TAKE_S)
 
-    def _tell(self, process: _Process, request: Sequence[Any], deadline_s: float) -> None:
+    def _tell(self, process: Child, request: Sequence[Any], deadline_s: float) -> None:
         try:
-            process.ask(request, deadline_s)
+            ask(process, request, deadline_s)
             self._refusals = 0
         except _Refused as e:
             self._lose(f"error {request[0]}", f"refused what it was given: {e}")
             self._refusals += 1
             if self._refusals == REFUSALS:
-                raise _Gone(f"refused {REFUSALS} things in a row") from e
+                raise InfraError(f"refused {REFUSALS} things in a row") from e
 
 
 class Trackers:

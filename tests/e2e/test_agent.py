@@ -313,7 +313,7 @@ def test_failures_have_an_owner(play, sampler):
     trajectories, told = play(*modes)
     crash, silent, flood, many, less, long, go_on, stranger, hang_up = trajectories
     for t, says in (
-        (crash, "(?s)ended with code 1 before it answered.*no such door"),
+        (crash, "(?s)ended with exit code 1 before it answered.*no such door"),
         (silent, "made no call"),
         (flood, "printed more than"),
     ):

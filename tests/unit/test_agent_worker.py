@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from rolljax.concurrency.child import LAST_WORDS
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.rollout.agents.program import AgentProgram
-from rolljax.rollout.agents.worker import STDERR_KEPT, AgentProcess, check_machine, read_answer, resolve
+from rolljax.rollout.agents.worker import GRACE_S, AgentProcess, check_machine, read_answer, resolve
 
 TASK = {
     "id": "0-1-2-3",
@@ -28,15 +29,15 @@ def play(code, *, tasks=(TASK,), variables=None, **settings):
     """The answers of one process."""
 
     async def run():
-        worker = await AgentProcess.start(program(code, **settings), variables or {})
+        worker = AgentProcess(program(code, **settings), variables or {})
+        grace_s = 0.0
         try:
-            return [await worker.ask(task) for task in tasks]
-        except EnvError:
-            worker.kill()
-            raise
+            answers = [await worker.ask(task) for task in tasks]
+            grace_s = GRACE_S
+            return answers
         finally:
-            await worker.stop()
-            assert not worker.alive
+            await worker.child.astop(grace_s)
+            assert not worker.child.alive
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -93,9 +94,12 @@ def test_only_named_variables_reach_the_program(monkeypatch):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("raise ValueError('no such door')", "ended with code 1 before it answered.*no such door"),
-        ("sys.exit(0)", "ended with code 0 before it answered"),
-        ("os.kill(os.getpid(), 9)", "ended with code -9 before it answered"),
+        (
+            "raise ValueError('no such door')",
+            "ended with exit code 1 before it answered; its last words: .*no such door",
+        ),
+        ("sys.exit(0)", "ended with exit code 0 before it answered"),
+        ("os.kill(os.getpid(), 9)", "was killed .SIGKILL. before it answered"),
         ("sys.stdout.close(); os.close(1); time.sleep(60)", "closed its output before it answered"),
         ("print(json.dumps({'answer': 51}), flush=True); time.sleep(60)", "answered with 51, which is no text"),
         ("print(json.dumps({'answer': None}), flush=True); time.sleep(60)", "answered with None"),
@@ -113,15 +117,12 @@ def test_failures_say_what_happened(code, says):
 def test_a_flood_of_errors_is_cut_and_blocks_nothing():
     with pytest.raises(EnvError, match="the end") as e:
         play("sys.stderr.write('x' * 3000000 + 'the end'); sys.exit(3)")
-    assert len(str(e.value)) < STDERR_KEPT + 100
+    assert len(str(e.value)) < LAST_WORDS + 100
 
 
 def test_what_cannot_be_started_is_the_machines_fault():
-    async def run():
-        await AgentProcess.start(AgentProgram((sys.executable, "-c", "\x00"), sandbox="none"), {})
-
     with pytest.raises(InfraError, match="could not be started"):
-        asyncio.run(run())
+        AgentProcess(AgentProgram((sys.executable, "-c", "\x00"), sandbox="none"), {})
 
 
 def test_the_end_of_a_program_is_the_end_of_what_it_started():
@@ -133,11 +134,11 @@ time.sleep(600)
 """
 
     async def run():
-        worker = await AgentProcess.start(program(code), {})
+        worker = AgentProcess(program(code), {})
         pid = int(await worker.ask(TASK))
         os.kill(pid, 0)
-        await worker.stop(0.01)
-        assert not worker.alive
+        await worker.child.astop(0.01)
+        assert not worker.child.alive
         return pid
 
     assert gone(asyncio.run(run()))

@@ -1,6 +1,5 @@
 """Chat templates that anybody may have written: rendered as `transformers` does, and never without end."""
 
-import json
 import os
 
 import pytest
@@ -109,13 +108,13 @@ def test_what_a_template_may_write_grows_with_what_it_is_given():
 
 def test_the_process_is_begun_again_when_it_is_lost():
     renderer = templates._Renderer()
-    request = json.dumps({"template": "{{ messages | length }}", "variables": {"messages": []}}).encode()
-    assert renderer.ask(request, 120) == {"text": "0"}
-    first = renderer._process
-    assert renderer.ask(request, 120) == {"text": "0"} and renderer._process is first
+    request = {"template": "{{ messages | length }}", "variables": {"messages": []}}
+    assert renderer.ask(request, 120) == "0"
+    first = renderer._child
+    assert renderer.ask(request, 120) == "0" and renderer._child is first
     os.kill(first.pid, 9)
-    first.wait()
-    assert renderer.ask(request, 120) == {"text": "0"} and renderer._process is not first
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert renderer.ask(request, 120) == "0" and renderer._child is not first
     renderer.close()
     renderer.close()
 

@@ -117,7 +117,14 @@ def test_a_row_that_is_refused_is_counted_and_said_once(fed):
     assert "tracker filetracker refused" in said and "I do not want\\nthis row" in said and "\n" not in said
 
 
-@pytest.mark.parametrize("fault", ["die", "kill", "hang"])
+LOST = {
+    "die": "ended with exit code 3 before it answered; see ",
+    "kill": "was killed (SIGKILL) before it answered; see ",
+    "hang": "has not answered for 0.5 s (asked to log)",
+}
+
+
+@pytest.mark.parametrize("fault", LOST)
 def test_a_process_that_is_lost_is_started_again_and_loses_nothing(fed, monkeypatch, fault):
     monkeypatch.setattr(feed, "TAKE_S", 0.5 if fault == "hang" else 60.0)
     one = fed(FileTracker(fault))
@@ -126,7 +133,7 @@ def test_a_process_that_is_lost_is_started_again_and_loses_nothing(fed, monkeypa
     one.feed.close("done", 60)
     assert [step for step, _ in one.given()] == [1, 2, 3, 4, 5] and len(one.given("open")) == 2
     assert one.feed.lost == 1 and len(one.said) == 1
-    assert ("has not answered" if fault == "hang" else "lost its process") in one.said[0]
+    assert one.said[0].startswith(f"tracker filetracker {LOST[fault]}")
 
 
 def test_a_package_that_refuses_everything_is_opened_again(fed):
@@ -192,15 +199,15 @@ def test_closing_ends_by_its_deadline_and_leaves_no_process(fed, fault):
     one.feed.close("done", deadline_s=0.5)
     assert len(one.said) == 1 and "did not end within" in one.said[0]
     one.feed._thread.join(30)
-    assert not one.feed._thread.is_alive() and one.feed._process._popen.poll() is not None
+    assert not one.feed._thread.is_alive() and one.feed._process.code is not None
 
 
 def test_a_tracker_of_a_run_that_was_killed_closes_as_stopped(tmp_path):
-    process = feed._Process(tmp_path / "log.txt")
-    process.ask(("open", FileTracker(), RunInfo("lake", "ab", tmp_path, tmp_path, SETTINGS)), 60)
-    process.ask(("log", 1, row(1)), 60)
-    process._popen.stdin.close()  # as the end of the run's process does
-    assert process._popen.wait(60) == 0
+    process = feed.start(tmp_path / "log.txt")
+    feed.ask(process, ("open", FileTracker(), RunInfo("lake", "ab", tmp_path, tmp_path, SETTINGS)), 60)
+    feed.ask(process, ("log", 1, row(1)), 60)
+    process.stop(60)  # its input ends, as at the end of the run's process
+    assert process.code == 0
     assert given(tmp_path / "given.jsonl")[-1] == ["close", "stopped"]
 
 

@@ -21,9 +21,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rolljax.concurrency.child import Child
 from rolljax.envs.tools.base import ToolLimits, ToolResult, Tools, ToolSet, ToolSpec
 from rolljax.envs.tools.mcp_http import FAILED, TOO_LONG, http_transport
-from rolljax.envs.tools.mcp_pipe import REFUSED, ServerProcess, pipe_transport
+from rolljax.envs.tools.mcp_pipe import GRACE_S as END_S
+from rolljax.envs.tools.mcp_pipe import REFUSED, pipe_transport, start
 from rolljax.errors import ConfigError, InfraError, boundary
 
 RETRY_S = 1.0
@@ -116,7 +118,8 @@ class _Connection:
         self.specs: tuple[ToolSpec, ...] = ()
         self.dead = ""
         self._client: Any = None
-        self._process: ServerProcess | None = None
+        self._process: Child | None = None
+        self._process_state = ""
         self._running = 0
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = _loop()
@@ -146,7 +149,7 @@ class _Connection:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self.cfg.start_s):
-                    client = Client(self._target(), cache=None, read_timeout_seconds=self.cfg.start_s)
+                    client = Client(self._target(stack), cache=None, read_timeout_seconds=self.cfg.start_s)
                     self._client = await stack.enter_async_context(client)
                     self.specs = await _specs(self._client)
                 self._ready.set_result(None)
@@ -156,15 +159,15 @@ class _Connection:
             if isinstance(e, TimeoutError):
                 self.dead = f"MCP server {self.cfg.title} has not told its tools within {self.cfg.start_s:g} s"
             if self._process is not None:
-                self.dead += f" ({self._process.epitaph()})"
+                self.dead += f" (its process {self._process_state})"
             if not self._ready.done():
                 error = e if isinstance(e, ConfigError) else InfraError(self.dead)
                 self._ready.set_exception(error)
         finally:
             self.dead = self.dead or f"MCP server {self.cfg.title}: the connection is closed"
 
-    def _target(self) -> Any:
-        """What the SDK's client connects to: a transport, or a server object."""
+    def _target(self, stack: contextlib.AsyncExitStack) -> Any:
+        """Return what the SDK's client connects to: a transport, or a server object. stack: ends the server."""
         if self.cfg.url:
             return http_transport(self.cfg.url, self.cfg.max_bytes)
         if self.cfg.server:
@@ -173,14 +176,18 @@ class _Connection:
         if self.cfg.where == "sandbox":
             files = [f"--file={path}:{name}" for name, path in self.cfg.files]
             command = (sys.executable, "-m", "rolljax.sandbox", "run", "--profile", "mcp", *files, "--", *command)
-        self._process = ServerProcess(command)
-        return pipe_transport(self._process, self.cfg.max_bytes)
+        self._process = start(command, self.cfg.max_bytes)
+        stack.push_async_callback(self._end, self._process)
+        return pipe_transport(self._process)
+
+    async def _end(self, process: Child) -> None:
+        self._process_state = process.state()
+        await process.astop(END_S)
 
     @property
     def gone(self) -> bool:
         """Whether calls of it have failed for good, or its process has ended."""
-        process = self._process.process if self._process is not None else None
-        return bool(self.dead) or (process is not None and process.returncode is not None)
+        return bool(self.dead) or (self._process is not None and not self._process.alive)
 
     def call(self, name: str, arguments: dict[str, Any], limits: ToolLimits) -> ToolResult:
         """Run a tool of the server.
@@ -226,7 +233,7 @@ class _Connection:
             if any(said in e.message for said in TOO_LONG):
                 return ToolResult.error("limit", f"the result has more than {self.cfg.max_bytes} bytes")
             if e.code == types.CONNECTION_CLOSED or (self.cfg.url and e.message == FAILED):
-                await self._die(e.message)
+                self._die(e.message)
                 raise InfraError(self.dead) from e
             return ToolResult.error("limit" if e.code == REFUSED else "exception", e.message)
         except Exception as e:  # border: whatever the SDK raises when its connection breaks
@@ -234,12 +241,10 @@ class _Connection:
                 raise InfraError(self.dead or f"MCP server {self.cfg.title}: {_reason(e)}") from e
             raise
 
-    async def _die(self, why: str) -> None:
+    def _die(self, why: str) -> None:
         """Note that the server is gone, and how it ended where that is known."""
-        if self._process is not None and self._process.process is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.process.wait(), 1)
-            why = self._process.epitaph()
+        if self._process is not None:
+            why = self._process.state()
         self.dead = self.dead or f"MCP server {self.cfg.title}: {why}"
         self._stop.set()
 

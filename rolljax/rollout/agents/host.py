@@ -23,7 +23,7 @@ from rolljax.envs.pool import Episode
 from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.agents.program import AgentProgram
-from rolljax.rollout.agents.worker import AgentProcess
+from rolljax.rollout.agents.worker import GRACE_S, AgentProcess
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import Rollouts, SamplerPolicy
 from rolljax.rollout.start_states import Start
@@ -85,8 +85,8 @@ class AgentHost:
         """End every program, then the server."""
         self.service.draining = True
         for worker in self._workers:
-            worker.kill()
-        await asyncio.gather(*self._stopping, *(w.stop(0) for w in self._workers), return_exceptions=True)
+            worker.child.kill()
+        await asyncio.gather(*self._stopping, *(w.child.astop() for w in self._workers), return_exceptions=True)
         self._workers.clear()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
@@ -97,9 +97,9 @@ class AgentHost:
     async def worker(self, session: Session) -> AsyncIterator[AgentProcess]:
         """A program that plays nothing else. It is kept for the next episode where that is wanted and all went well."""
         async with self._places:
-            while self._idle and not self._idle[-1].alive:
+            while self._idle and not self._idle[-1].child.alive:
                 self._retire(self._idle.pop())
-            worker = self._idle.pop() if self._idle else await self._start(session)
+            worker = self._idle.pop() if self._idle else self._start(session)
             well = False
             try:
                 yield worker
@@ -130,18 +130,16 @@ class AgentHost:
         finally:
             asking.cancel()
 
-    async def _start(self, session: Session) -> AgentProcess:
+    def _start(self, session: Session) -> AgentProcess:
         variables = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": session.key}
-        worker = await AgentProcess.start(self.program, {} if self.program.reuse else variables)
+        worker = AgentProcess(self.program, {} if self.program.reuse else variables)
         self._workers.add(worker)
         return worker
 
     def _retire(self, worker: AgentProcess, *, kill: bool = False) -> None:
         """End a program in the background, while other episodes run."""
-        if kill:
-            worker.kill()
         self._workers.discard(worker)
-        ending = asyncio.ensure_future(worker.stop())
+        ending = asyncio.ensure_future(worker.child.astop(0 if kill else GRACE_S))
         self._stopping.add(ending)
         ending.add_done_callback(self._stopping.discard)
 

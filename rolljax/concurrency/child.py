@@ -1,0 +1,389 @@
+"""Programs in processes of their own that are sent lines and answer with lines.
+
+A `Child` has a clean environment, a session of its own, and a limit on the length of a line. Its standard error is read
+while somebody waits for it, and its end is part of error messages. When a child ends or is killed, everything that it
+started is killed too; when this process dies, `orphan_guard.py` kills its children.
+
+The methods are for one thread at a time, or for one event loop: `receive` and `stop` block, `areceive` and `astop` are
+coroutines. `kill` is for every thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rolljax.concurrency import orphan_guard
+from rolljax.errors import InfraError
+
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ", "SYSTEMROOT", "VIRTUAL_ENV")
+"""Environment variables that every child gets."""
+LAST_WORDS = 2000
+"""Characters of standard error that an error message quotes."""
+LINE_ENDS = 200
+"""Bytes that are kept of each end of a line that is too long."""
+OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+"""Signals that come from someone else: an operator, the kernel when memory runs out."""
+_CHUNK = 2**16
+_LOOK_S = 0.5
+"""Seconds between two looks whether a child lives: what it started may keep its pipes open."""
+_STEP_S = 0.02
+_ENDING_S = 1.0
+"""Seconds that a child which has closed its output has to end, and its last words have to arrive."""
+
+
+class ChildError(InfraError):
+    """A child that failed. kind: it could not start; ended; was silent for too long; sent a line that is too long, or
+    that is not in the protocol. line: what was received of a line that is unfinished, too long or wrong."""
+
+    def __init__(
+        self, text: str, kind: Literal["start", "ended", "silent", "long", "protocol"] = "ended", line: bytes = b""
+    ) -> None:
+        self.kind, self.line = kind, line
+        super().__init__(text, stage="program")
+
+
+class Child:
+    """A running program.
+
+    Args:
+      command: its path or name, and its arguments. env: variables that it gets besides those in `INHERITED`.
+      max_bytes: length of its longest line. skip_long: a line that is longer is an error when it is complete, and the
+        next line can be received; if False, it is an error at once, and the child is of no more use.
+      log: file for its standard error. survives_s: seconds that it may outlive this process.
+
+    Raises:
+      ChildError: it could not be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        max_bytes: int = 2**24,
+        skip_long: bool = False,
+        log: Path | None = None,
+        survives_s: float = 0.0,
+    ) -> None:
+        self._max_bytes, self._skip_long, self._log, self._owner = max_bytes, skip_long, log, os.getpid()
+        variables = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(env or {})
+        with contextlib.ExitStack() as files:
+            try:
+                errors = subprocess.PIPE if log is None else files.enter_context(open(log, "ab"))
+                _guard.start()
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=variables,
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as e:
+                raise ChildError(f"{command[0]} could not be started: {e}", "start") from e
+        self.pid = self._process.pid
+        _guard.tell(self.pid, survives_s)
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None and stdout is not None
+        self._pipes = [pipe for pipe in (stdin, stdout, stderr) if pipe is not None]
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+        self._stdin, self._stdout = stdin.fileno(), stdout.fileno()
+        self._open = {pipe.fileno() for pipe in self._pipes[1:]}
+        self._unsent, self._words = bytearray(), b""
+        self._lines: collections.deque[tuple[bytes, int]] = collections.deque()
+        self._rest, self._size = bytearray(), 0
+        self._wake: asyncio.Event | None = None
+        self._closed = False
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs. When it has ended, what it started is killed."""
+        if self._owner == os.getpid() and self._process.returncode is None and self._process.poll() is not None:
+            self._kill_group()
+            _guard.tell(self.pid, -1)
+        return self._process.returncode
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, and is a child of this process, not of the one that this process was forked from."""
+        return self._owner == os.getpid() and self.code is None
+
+    def state(self, running: str = "is running", when: str = "") -> str:
+        """Say whether it runs or how it ended, with the end of its standard error."""
+        how = running if self.code is None else how_it_ended(self.code)
+        words = " ".join(self._words.decode(errors="replace").split())[-LAST_WORDS:]
+        more = f"; see {self._log}" if self._log is not None else f"; its last words: {words}" if words else ""
+        return how + when + more
+
+    def send(self, line: bytes) -> None:
+        """Send a line. Never waits: what does not fit into the pipe is sent while an answer is awaited."""
+        self._unsent += line + b"\n"
+        self._move()
+        if self._wake is not None:  # another task waits for pipes whose state has changed
+            self._wake.set()
+
+    def receive(self, deadline_s: float) -> bytes:
+        """Return the next line.
+
+        Raises:
+          ChildError: there is none within `deadline_s`; it is too long; the child has ended.
+        """
+        end = time.monotonic() + deadline_s
+        for wait_s in self._until_line():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise ChildError(f"has not answered for {deadline_s:g} s", "silent")
+            self._wait(min(wait_s, left_s))
+        return self._take()
+
+    async def areceive(self) -> bytes:
+        """Return the next line.
+
+        Raises:
+          ChildError: it is too long, or the child has ended.
+        """
+        for wait_s in self._until_line():
+            await self._await(wait_s)
+        return self._take()
+
+    def ask(self, message: Any, deadline_s: float) -> Any:
+        """Send a message as JSON, and return the answer, which is JSON too.
+
+        Raises:
+          ChildError: see `receive`; or the answer is not JSON.
+        """
+        self.send(json.dumps(message).encode())
+        line = self.receive(deadline_s)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise ChildError(f"answered with {line[:80]!r}, which is not JSON", "protocol", line) from e
+
+    def kill(self) -> None:
+        """Kill it and everything that it started."""
+        if self.alive:
+            self._kill_group()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Close its input, give it `grace_s` to end, kill it, and wait for its end. Nothing of it is left."""
+        try:
+            for wait_s in self._until_end(grace_s):
+                self._wait(wait_s)
+        finally:
+            self._close()
+
+    async def astop(self, grace_s: float = 0.0) -> None:
+        """Do what `stop` does."""
+        try:
+            for wait_s in self._until_end(grace_s):
+                await self._await(wait_s)
+        finally:
+            self._close()
+
+    def _until_line(self) -> Iterator[float]:
+        """Give seconds to wait for the pipes, until there is a line, or one is too long, or the child has ended."""
+        while not (self._lines or self._too_long) and self._stdout in self._open and self.code is None:
+            yield _LOOK_S
+            self._move()
+        end = time.monotonic() + _ENDING_S
+        while not (self._lines or self._too_long) and time.monotonic() < end:
+            if not self._move():
+                if self.code is not None:
+                    return
+                yield _STEP_S
+
+    def _until_end(self, grace_s: float) -> Iterator[float]:
+        self._unsent.clear()
+        self._stdin = -1
+        with contextlib.suppress(OSError):
+            self._pipes[0].close()
+        end = time.monotonic() + grace_s
+        while self.alive and time.monotonic() < end:
+            yield _STEP_S
+            self._move()
+            self._lines.clear()
+
+    @property
+    def _too_long(self) -> bool:
+        return self._size > self._max_bytes and not self._skip_long
+
+    def _take(self) -> bytes:
+        if not self._lines and not self._too_long:
+            raise ChildError(self.state("closed its output", " before it answered"), "ended", bytes(self._rest))
+        line, size = self._lines.popleft() if self._lines else (bytes(self._rest), self._size)
+        if size > self._max_bytes:
+            raise ChildError(f"sent a line of {size} bytes; the limit is {self._max_bytes}", "long", line)
+        return line
+
+    def _move(self) -> bool:
+        """Write what the pipe takes and read what is there; return whether anything was read."""
+        if self._unsent:
+            try:
+                del self._unsent[: os.write(self._stdin, self._unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:  # it has closed its input or ended; its output says more
+                self._unsent.clear()
+        came = False
+        for fd in sorted(self._open):
+            try:
+                data = os.read(fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._open.discard(fd)
+            elif fd == self._stdout:
+                self._cut(data)
+            else:
+                self._words = (self._words + data)[-4 * LAST_WORDS :]
+            came = True
+        return came
+
+    def _cut(self, data: bytes) -> None:
+        *ended, rest = data.split(b"\n")
+        for part in ended:
+            self._add(part)
+            self._lines.append((bytes(self._rest), self._size))
+            self._rest, self._size = bytearray(), 0
+        self._add(rest)
+
+    def _add(self, part: bytes) -> None:
+        self._rest += part
+        self._size += len(part)
+        if self._size > self._max_bytes:
+            del self._rest[LINE_ENDS:-LINE_ENDS]
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until a pipe is ready."""
+        poll = select.poll()
+        for fd in self._open:
+            poll.register(fd, select.POLLIN)
+        if self._unsent:
+            poll.register(self._stdin, select.POLLOUT)
+        poll.poll(seconds * 1000)
+
+    async def _await(self, seconds: float) -> None:
+        """Wait until a pipe is ready; a second task only waits, because an event loop watches a pipe for one."""
+        if self._wake is not None:
+            await asyncio.sleep(_STEP_S)
+            return
+        loop, reads, self._wake = asyncio.get_running_loop(), [*self._open], asyncio.Event()
+        writes = [self._stdin] if self._unsent else []
+        for fd in reads:
+            loop.add_reader(fd, self._wake.set)
+        for fd in writes:
+            loop.add_writer(fd, self._wake.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._wake = None
+            for fd in reads:
+                loop.remove_reader(fd)
+            for fd in writes:
+                loop.remove_writer(fd)
+            if self._closed:
+                self._close()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        """Kill it if it runs, wait for its end, and close the pipes, unless an event loop watches them."""
+        self._closed = True
+        while self.alive:
+            self._kill_group()
+            time.sleep(0.001)
+        self._open.clear()
+        if self._wake is not None:
+            self._wake.set()
+            return
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def answer_messages(reply: Callable[[Any], Any]) -> None:
+    """In a child: answer each message (`Child.ask`) until the input ends. What libraries print, and processes that they
+    start, goes to standard error."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    for line in requests:
+        if line.endswith(b"\n"):  # otherwise the parent was killed while it wrote
+            replies.write(json.dumps(reply(json.loads(line))) + "\n")
+            replies.flush()
+
+
+def how_it_ended(code: int) -> str:
+    """Say what an exit code means."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed ({name})" if -code in OUTSIDE else f"crashed ({name})"
+
+
+def python_path() -> str:
+    """Return this interpreter's module path, for PYTHONPATH."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+class _Guard:
+    """The process that kills the children of this process when it dies; started with the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def start(self) -> None:
+        """Start it unless it runs."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", orphan_guard.__file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={},
+                    start_new_session=True,
+                    bufsize=0,
+                )
+
+    def tell(self, pid: int, survives_s: float) -> None:
+        """Note a child, and how many seconds it may survive this process; -1: it has ended."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.write(b"%d %g\n" % (pid, survives_s))
+
+    def _forget(self) -> None:
+        """In a process that was just forked: the guard is its parent's, and must see the parent's end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.returncode = 0
+        self._lock, self._process = threading.Lock(), None
+
+
+_guard = _Guard()
