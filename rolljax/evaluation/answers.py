@@ -5,9 +5,8 @@ answers.jsonl     every answer as it came, a trajectory for each line (`Trajecto
 table.md          the results for people
 verdicts.jsonl    of an evaluation by judges: their verdicts on every answer
 
-`key.prompt_index` of an answer is its task, `key.sibling` the attempt. Of several lines with one key
-the last counts: answers
-that failed are requested again when the evaluation resumes.
+`key.prompt_index` of an answer is its task, `key.sibling` the attempt. Of several lines with one key the last counts:
+answers that failed are requested again when the evaluation resumes.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.storage import durable
+from rolljax.storage.journal import JsonLines, read_lines
 from rolljax.storage.layout import VERDICTS
 from rolljax.storage.lock import locked
 from rolljax.types import Key, Trajectory
@@ -46,7 +46,7 @@ class AnswerLog:
         self.setup = json.loads(json.dumps(setup))
         self.answers: dict[Key, Trajectory] = {}
         self._files = contextlib.ExitStack()
-        self._file: Any = None
+        self._file: JsonLines | None = None
         if self.folder is not None:
             with contextlib.ExitStack() as files:
                 self._open(self.folder, fresh, files)
@@ -61,10 +61,9 @@ class AnswerLog:
         if (folder / EVALUATION).is_file():
             _check_same(folder, read(folder)["setup"], self.setup)
         durable.write(folder / EVALUATION, json.dumps({"schema": SCHEMA, "setup": self.setup}, indent=1) + "\n")
-        for trajectory in read_answers(folder, mend=True):
+        for trajectory in read_answers(folder):
             self.answers[trajectory.key] = trajectory
-        with durable.storing(folder / ANSWERS):
-            self._file = files.enter_context(reading.open_file(folder / ANSWERS, reading.APPEND))
+        self._file = files.enter_context(JsonLines(folder / ANSWERS))
 
     def has(self, key: Key) -> bool:
         """Return whether this answer exists and did not fail."""
@@ -77,11 +76,8 @@ class AnswerLog:
           StorageError: the disk does not take it.
         """
         self.answers[trajectory.key] = trajectory
-        if self._file is not None and self.folder is not None:
-            line = json.dumps(trajectory.to_json(), separators=(",", ":"))
-            with durable.storing(self.folder / ANSWERS):
-                self._file.write(line.encode() + b"\n")
-                self._file.flush()
+        if self._file is not None:
+            self._file.add(trajectory.to_json())
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
         """Write the results next to the answers."""
@@ -113,13 +109,9 @@ def read(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
 
 
-def read_answers(folder: str | Path, *, mend: bool = False) -> list[Trajectory]:
-    """Read the answers of an evaluation, in the order in which they came.
-
-    Args:
-      mend: remove incomplete lines from the file, which a killed writer may leave.
-    """
-    return durable.whole_lines(Path(folder) / ANSWERS, Trajectory.from_json, mend=mend)
+def read_answers(folder: str | Path) -> list[Trajectory]:
+    """Read the whole answers of an evaluation, in the order in which they came."""
+    return read_lines(Path(folder) / ANSWERS, Trajectory.from_json)
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

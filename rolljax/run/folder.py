@@ -41,7 +41,7 @@ from rolljax.recipe import Recipe
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.storage import damage, durable, records
+from rolljax.storage import damage, durable, journal, records
 from rolljax.storage.environment import environment
 from rolljax.storage.layout import (
     CHECKPOINTS,
@@ -372,9 +372,8 @@ class RunFolder:
         return self._written[name]
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        log, line = self._log(name), json.dumps(record)
-        durable.append(self.path / name, line)
-        log.add(line.encode() + b"\n")
+        log = self._log(name)
+        log.add(journal.append(self.path / name, record))
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Append one step to metrics.jsonl."""

@@ -1,7 +1,7 @@
 """Atomic writes: each file and each folder is complete or absent, even if the process is killed or the machine fails.
 
-Data is written under a temporary name, synced, and renamed; appended lines are synced. `sweep` deletes the temporary
-files of a killed writer. All writes and deletions of a run go through this module.
+Data is written under a temporary name, synced, and renamed. `sweep` deletes the temporary files of a killed writer. All
+writes and deletions of a run go through this module, and appended lines through `journal`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rolljax import reading
 from rolljax.errors import StorageError
 
-T = TypeVar("T")
 _SPACE = "free some, or keep less (Recipe.keep_checkpoints, Recipe.keep_rollouts, Recipe.rollouts_every)"
 _RIGHTS = "make it writable, or name another folder"
 REMEDIES = {
@@ -106,45 +105,6 @@ def write(path: Path, data: bytes | str) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     reach("after", path)
-
-
-def append(path: Path, line: str) -> None:
-    """Add a line to a file. A writer that is killed meanwhile may leave a part of it.
-
-    Raises:
-      StorageError: it cannot be written, or is not a regular file.
-    """
-    with storing(path):
-        reach("before", path)
-        with reading.open_file(path, reading.APPEND) as f:
-            f.write(line.encode() + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
-    reach("after", path)
-
-
-def whole_lines(path: Path, read: Callable[[Any], T], *, mend: bool = False) -> list[T]:
-    """What `read` makes of each line of JSON in a file, in their order; of a file that is not there, nothing. It passes
-    over lines that are not whole, as a writer that is killed may leave the last one.
-
-    Args:
-      read: of a line's value; ValueError, LookupError or TypeError of it says that the line is not whole.
-      mend: take such lines out of the file, and end the last one.
-
-    Raises:
-      StorageError: the file cannot be repaired.
-    """
-    data = reading.read_bytes(path) if path.is_file() else b""
-    found, whole = [], []
-    for line in data.splitlines():
-        try:
-            found.append(read(reading.parse(line)))
-        except (ValueError, LookupError, TypeError):
-            continue
-        whole.append(line + b"\n")
-    if mend and data != (mended := b"".join(whole)):
-        write(path, mended)
-    return found
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_half_a_line_and_what_is_after_the_checkpoint_are_forgotten(tmp_path):
     assert [r["step"] for r in folder.rows()] == [1, 2, 3] and not said
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
     text = (tmp_path / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(text.replace('{"step": 2', '{"st\x00p": 2'))
+    (tmp_path / "metrics.jsonl").write_text(text.replace('{"step":2', '{"st\x00p":2'))
     folder.forget_after(3, said.append)
     assert "lacks 1 row(s), the first of step 2" in said[0]
 
@@ -292,18 +292,6 @@ def test_a_manifest_is_one_of_sha256sum(two):
 
 
 # ---- retention
-
-
-def test_lines_that_are_not_whole_are_passed_over_and_mended(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    assert durable.whole_lines(path, int, mend=True) == [] and not path.exists()
-    torn = b'1\n"x"\n2\n[3, 4'
-    for text, numbers, mended in ((torn, [1, 2], b"1\n2\n"), (b"1\n2", [1, 2], b"1\n2\n"), (b"1\n", [1], b"1\n")):
-        path.write_bytes(text)
-        assert durable.whole_lines(path, int) == numbers and path.read_bytes() == text
-        before = path.stat().st_ino
-        assert durable.whole_lines(path, int, mend=True) == numbers and path.read_bytes() == mended
-        assert (path.stat().st_ino == before) == (text == mended)  # what is whole is not written again
 
 
 def test_the_newest_files_of_rollouts_stay(tmp_path):

@@ -199,8 +199,8 @@ DAMAGE = {
     "metrics missing": (lambda p: (p / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "consumed missing": (lambda p: (p / "consumed.jsonl").unlink(), "consumed.jsonl is missing"),
     "metrics changed": (lambda p: edit(p / "metrics.jsonl", "0.25", "0.95"), "metrics.jsonl is damaged.*SHA-256"),
-    "consumed changed": (lambda p: edit(p / "consumed.jsonl", '"version": 1', '"version": 0'), "consumed.jsonl is dam"),
-    "a row missing": (lambda p: edit(p / "metrics.jsonl", '"step": 2', '"s": 2'), "lacks 1 row.*first of step 2"),
+    "consumed changed": (lambda p: edit(p / "consumed.jsonl", '"version":1', '"version":0'), "consumed.jsonl is dam"),
+    "a row missing": (lambda p: edit(p / "metrics.jsonl", '"step":2', '"s":2'), "lacks 1 row.*first of step 2"),
     "logs swapped": (lambda p: swap(p / "metrics.jsonl", p / "consumed.jsonl"), "holds what consumed.jsonl held"),
     "rows swapped": (
         lambda p: (p / "metrics.jsonl").write_text("".join((p / "metrics.jsonl").read_text().splitlines(True)[::-1])),

@@ -11,14 +11,12 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.evaluation.answers import JUDGEMENTS, AnswerLog
 from rolljax.evaluation.judged.base import Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
@@ -26,7 +24,7 @@ from rolljax.evaluation.judged.judges import Judges
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
 from rolljax.evaluation.settings import Attempts, Benchmark
-from rolljax.storage import durable
+from rolljax.storage.journal import JsonLines, read_lines
 from rolljax.types import Fault, Key, Trajectory
 
 
@@ -178,14 +176,11 @@ class VerdictLog:
 
     def __init__(self, folder: Path | None) -> None:
         self.verdicts: dict[tuple[int, int], Judged] = {}
-        self._path = None if folder is None else folder / JUDGEMENTS
-        self._file: Any = None
-        if self._path is None:
-            return
-        for found in durable.whole_lines(self._path, _judged, mend=True):
-            self.verdicts[found.prompt_index, found.sibling] = found
-        with durable.storing(self._path):
-            self._file = reading.open_file(self._path, reading.APPEND)
+        self._file: JsonLines | None = None
+        if folder is not None:
+            for found in read_lines(folder / JUDGEMENTS, _judged):
+                self.verdicts[found.prompt_index, found.sibling] = found
+            self._file = JsonLines(folder / JUDGEMENTS)
 
     def add(self, judged: Judged, answer: str, texts: Mapping[str, Sequence[str]], *, in_clear: bool) -> None:
         """Keep the verdicts about an answer.
@@ -194,15 +189,13 @@ class VerdictLog:
           StorageError: the disk does not take it.
         """
         self.verdicts[judged.prompt_index, judged.sibling] = judged
-        if self._file is not None and self._path is not None:
+        if self._file is not None:
             shown = (lambda text: text) if in_clear else digest
             record = dataclasses.asdict(judged) | {
                 "answer": shown(answer),
                 "said": {name: [shown(text) for text in every] for name, every in texts.items()},
             }
-            with durable.storing(self._path):
-                self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-                self._file.flush()
+            self._file.add(record)
 
     def close(self) -> None:
         """Close the file."""

@@ -20,7 +20,7 @@ from rolljax.library.separate_thread import run_apart
 from rolljax.recipes.think_j import thought_pairs
 from rolljax.recipes.think_j.judging import JudgeQuestion, Judging
 from rolljax.recipes.think_j.thought_pairs import Traces
-from rolljax.storage import durable
+from rolljax.storage import durable, journal
 
 if TYPE_CHECKING:
     from rolljax.library.model import LoadedModel
@@ -83,8 +83,7 @@ def make(
         async def one(index: int) -> None:
             async with gate:
                 found = done[index] = await asking.traces(index)
-                with open(folder / TRACES, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(found.to_json(), ensure_ascii=False) + "\n")
+                journal.append(folder / TRACES, found.to_json())
 
         left = asyncio.gather(*(one(i) for i in indices if i not in done))
         await loop.within(left, "traces", DEADLINE_S)
@@ -139,7 +138,7 @@ def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
 
 def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
     """Return the traces in the file; an incomplete last line is dropped."""
-    found = {t.index: t for t in durable.whole_lines(path, lambda record: Traces(**record), mend=True)}
+    found = {t.index: t for t in journal.read_lines(path, lambda record: Traces(**record))}
     if strange := sorted(set(found) - set(indices)):
         raise ConfigError(
             f"holds traces of question {strange[0]}, which is not asked about", setting="to", value=str(path.parent),
