@@ -319,9 +319,9 @@ def within(value: Any, low: float, high: float) -> Any:
 
 def run_answer_tok(path: str) -> int:
     """Most tokens of an answer in a run; 0 where the folder is none."""
-    from rolljax.run.folder import RunFolder
+    from rolljax.storage.run_reader import RunReader
 
-    return int(RunFolder(path).resolved()["max_answer_tok"]) if is_run(path) else 0
+    return int(RunReader(path).resolved()["max_answer_tok"]) if is_run(path) else 0
 
 
 def probabilities(chat: Chat, sampled: Sampled) -> Any:

@@ -196,12 +196,12 @@ def read_recipe(args: argparse.Namespace, config: list[Loaded[Recipe]]) -> Recip
     Args:
       config: takes what was loaded, which knows the file and line of a setting.
     """
-    from rolljax.run.folder import stored_config
+    from rolljax.storage.run_reader import RunReader
 
     if args.run and not (args.gin or args.set):
         return recipe_of_run(args.run, config, others=bool(args.env))
     if args.run:
-        config.append(cli.load_recipe([stored_config(args.run), *args.gin], args.set))
+        config.append(cli.load_recipe([RunReader(args.run).config_file(), *args.gin], args.set))
     else:
         around = [f"Recipe.model = {args.model!r}"] if args.model else []
         config.append(cli.load_recipe(args.gin, [*args.set, *around]))
@@ -215,11 +215,11 @@ def recipe_of_run(run: str | Path, config: list[Loaded[Recipe]] | None = None, *
       config: see `read_recipe`. others: tasks of other environments are asked: where the run's own is not here, its
         policy's settings will do.
     """
-    from rolljax.run.folder import stored_config
     from rolljax.run.policy import policy_recipe
+    from rolljax.storage.run_reader import RunReader
 
     try:
-        loaded = cli.load_recipe([stored_config(run)], [])
+        loaded = cli.load_recipe([RunReader(run).config_file()], [])
     except ConfigError as e:
         if others:
             return policy_recipe(run)
@@ -235,9 +235,9 @@ def own_settings(run: str | Path, spec: EnvSpec) -> str:
     if that is not so."""
     from rolljax.config.check import full_name
     from rolljax.config.resolved import flatten
-    from rolljax.run.folder import RunFolder
+    from rolljax.storage.run_reader import RunReader
 
-    resolved, cls = RunFolder(run).resolved(), full_name(type(spec))
+    resolved, cls = RunReader(run).resolved(), full_name(type(spec))
     places = [p.removesuffix(".__class__") for p, name in resolved.items() if p.startswith("env") and name == cls]
     here = {path.removeprefix("env."): value for path, value in flatten(spec, "env").items()}
     told = []

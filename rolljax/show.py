@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rolljax.run.folder import RunFolder
+    from rolljax.storage.run_reader import RunReader
     from rolljax.types import Trajectory
 
 CURVES = (
@@ -92,24 +92,25 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("limits nothing here", setting="--limit", value=args.limit, remedy=remedy)
 
 
-def open_run(path: str) -> RunFolder:
+def open_run(path: str) -> RunReader:
     """The run folder at a path.
 
     Raises:
       ConfigError: there is none.
     """
-    from rolljax.run.folder import RESOLVED, RunFolder
+    from rolljax.storage.layout import RESOLVED
+    from rolljax.storage.run_reader import RunReader
 
     if not (Path(path) / RESOLVED).is_file():
         remedy = "name the folder that rolljax.train wrote, under runs/"
         raise ConfigError(f"is not a run folder: it has no {RESOLVED}", setting="RUN", value=path, remedy=remedy)
-    return RunFolder(path)
+    return RunReader(path)
 
 
 # ---- a run, and two
 
 
-def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
+def show_run(page: Console, folder: RunReader, names: Sequence[str]) -> None:
     """What it reached, its curves, and what there is to look at."""
     from rolljax.run.summary import summary_lines
 
@@ -126,7 +127,7 @@ def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
         page.print(f"rollouts: {held}; --step {steps[-1]} for its groups, --best, --worst, --failed for trajectories")
 
 
-def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str]) -> None:
+def compare(page: Console, one: RunReader, two: RunReader, names: Sequence[str]) -> None:
     """Print the curves of two runs side by side, and the settings that differ."""
     from rolljax.run.summary import summary_lines
 
@@ -179,7 +180,7 @@ def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[
 # ---- a step
 
 
-def show_step(page: Console, folder: RunFolder, step: int, limit: int | None = None) -> None:
+def show_step(page: Console, folder: RunReader, step: int, limit: int | None = None) -> None:
     """Show the groups of a step, the widest spread of rewards first. limit: at most this many; None: all."""
     from rolljax.console.progress import step_line
 
@@ -212,7 +213,7 @@ def spread(group: Sequence[Trajectory]) -> float:
     return (sum((t.reward - mean) ** 2 for t in group) / len(group)) ** 0.5
 
 
-def read_step(folder: RunFolder, step: int) -> list[Trajectory]:
+def read_step(folder: RunReader, step: int) -> list[Trajectory]:
     """The trajectories of a step.
 
     Raises:
@@ -229,7 +230,7 @@ def read_step(folder: RunFolder, step: int) -> list[Trajectory]:
 # ---- trajectories
 
 
-def show_trajectories(page: Console, folder: RunFolder, args: argparse.Namespace) -> None:
+def show_trajectories(page: Console, folder: RunReader, args: argparse.Namespace) -> None:
     """The best, worst or failed trajectories of a step, turn by turn."""
     step = newest(folder, failed=args.failed) if args.step is None else args.step
     if step is None:
@@ -246,7 +247,7 @@ def show_trajectories(page: Console, folder: RunFolder, args: argparse.Namespace
         show_trajectory(page, t, decode)
 
 
-def newest(folder: RunFolder, *, failed: bool) -> int | None:
+def newest(folder: RunReader, *, failed: bool) -> int | None:
     """The newest step with rollouts; failed: of those in which a trajectory was lost. None if there is none."""
     kept = folder.rollout_steps()
     if failed:
@@ -275,9 +276,9 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
         page.print(Panel(Text(visible(turn.text)), title=title, title_align="left"))
 
 
-def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
+def decoder(folder: RunReader) -> Callable[[Sequence[int]], str] | None:
     """Return a function that decodes the run's token ids; None if its tokenizer is not found."""
-    from rolljax.run.folder import RESULT
+    from rolljax.storage.layout import RESULT
 
     model = folder.resolved().get("model")
     places = [folder.path / RESULT, *([Path(model)] if isinstance(model, str) else [])]

@@ -21,7 +21,8 @@ from rolljax.data.files import line_of
 from rolljax.envs.data import answers, messages
 from rolljax.envs.questions import BOXED, is_right
 from rolljax.errors import ConfigError, DataError, check_range
-from rolljax.types import Message, Trajectory
+from rolljax.storage.run_reader import read_trajectories
+from rolljax.types import Message
 
 ATTEMPTS = "attempts"
 Score = Callable[[Record, str], float]
@@ -134,7 +135,7 @@ class FromRollouts(Stage):
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         places: dict[str, array.array[int]] = {}
         with open(place.scratch / "attempts.jsonl", "w+b") as file:
-            for t in self._trajectories():
+            for t in (t for path in self.files() for t in read_trajectories(path) if not t.lost):
                 places.setdefault(fingerprint(t.task.content), array.array("q")).append(file.tell())
                 reward = float(t.success) if self.solved else t.reward
                 file.write(line_of({"text": t.turns[-1].text if t.turns else "", "reward": reward}))
@@ -144,15 +145,6 @@ class FromRollouts(Stage):
                     place.drop(record, "not_played")
                 else:
                     yield {**record, ATTEMPTS: [_line_at(file, at) for at in found]}
-
-    def _trajectories(self) -> Iterator[Trajectory]:
-        """Yield the trajectories that were not lost."""
-        for path in self.files():
-            with open(path, encoding="utf-8") as lines:
-                for line in lines:
-                    t = Trajectory.from_json(json.loads(line))
-                    if not t.lost:
-                        yield t
 
     def files(self) -> list[Path]:
         """Return the files, in the order of their steps.

@@ -35,11 +35,11 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Loaded[Recipe] | None = None) -> None:
-        from rolljax.run.folder import RunFolder, stored_config
+        from rolljax.storage.run_reader import RunReader
 
         self.path = Path(path)
-        stored_config(self.path)
-        self._folder = RunFolder(self.path)
+        self._files = RunReader(self.path)
+        self._files.config_file()
         self._config = config
 
     def __repr__(self) -> str:
@@ -67,11 +67,10 @@ class Run:
         """
         from rolljax.config import loader
         from rolljax.recipe import Recipe
-        from rolljax.run.folder import stored_config
 
         if self._config is not None:
             return loader.given(self._config.value, settings) if settings else self._config
-        return loader.load([stored_config(self.path)], settings, root=Recipe)
+        return loader.load([self._files.config_file()], settings, root=Recipe)
 
     @property
     def given_recipe(self) -> Recipe | None:
@@ -81,9 +80,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
-        from rolljax.storage import records
-
-        return records.summary(self.path)
+        return self._files.summary()
 
     @property
     def stop_reason(self) -> str:
@@ -93,7 +90,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether all phases are done. If not, the same call of `rolljax.train` continues the run."""
-        from rolljax.run.folder import DONE
+        from rolljax.storage.run_reader import DONE
 
         return self.stop_reason == DONE
 
@@ -105,13 +102,13 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Steps on record."""
-        return len(self._folder.rows())
+        return len(self._files.rows())
 
     @property
     def metrics(self) -> Any:
         """One row per step, as metrics.jsonl has them (docs/metrics.md): a pandas `DataFrame` where pandas is
         installed, else a list of dicts."""
-        rows = self._folder.rows()
+        rows = self._files.rows()
         try:
             import pandas
         except ModuleNotFoundError:
@@ -127,7 +124,7 @@ class Run:
         from rolljax.library.notebook import shown_figure
         from rolljax.storage.curves import figure
 
-        rows = self._folder.rows()
+        rows = self._files.rows()
         if not rows:
             raise DataError(f"{self.path} has no step on record yet")
         return shown_figure(figure(rows, self.heldout_reward))
@@ -135,7 +132,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """Steps whose trajectories are on disk."""
-        return self._folder.rollout_steps()
+        return self._files.rollout_steps()
 
     def trajectories(self, step: int | None = None) -> Trajectories:
         """Every trajectory of a step: task, turns with their tokens and log-probs, reward, status.
@@ -150,7 +147,7 @@ class Run:
         if not known or (step is not None and step not in known):
             nearest = f"; nearest: {min(known, key=lambda s: abs(s - (step or 0)))}" if known else ""
             raise DataError(f"{self.path} holds no rollouts of step {step if step is not None else 'any'}{nearest}")
-        return Trajectories(self._folder.trajectories(known[-1] if step is None else step))
+        return Trajectories(self._files.trajectories(known[-1] if step is None else step))
 
     @property
     def weights(self) -> tuple[str, Path]:
@@ -159,7 +156,7 @@ class Run:
         Raises:
           CheckpointError: nothing is saved yet.
         """
-        from rolljax.run.folder import CHECKPOINTS, RESULT
+        from rolljax.storage.layout import CHECKPOINTS, RESULT
 
         if self.is_finished and (self.path / RESULT / "config.json").is_file():
             return "hf", self.path / RESULT

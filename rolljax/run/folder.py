@@ -41,7 +41,7 @@ from rolljax.recipe import Recipe
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.storage import damage, durable, journal, records
+from rolljax.storage import damage, durable, journal
 from rolljax.storage.environment import environment
 from rolljax.storage.layout import (
     CHECKPOINTS,
@@ -61,6 +61,8 @@ from rolljax.storage.layout import (
     rollouts_file,
 )
 from rolljax.storage.lock import check_ours, locked
+from rolljax.storage.run_reader import DONE, RunReader
+from rolljax.storage.run_reader import row as row_of
 from rolljax.types import Trajectory
 
 RESUMABLE = (
@@ -79,8 +81,6 @@ _OF_CALLS = re.compile(
     r"reward\b.*\.(url|key_env|timeout_s|retries|backoff_s|concurrency|deadline_s|max_calls|down_after|probe_s|outage_s)"
 )
 """Settings of rewards that say where and how judges are called. They may differ too."""
-DONE = "all phases done"
-"""Why a complete run stopped."""
 _OURS = (RESOLVED, "a run folder", "--run_dir")
 """Arguments of `check_ours`."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
@@ -90,11 +90,11 @@ FOUND_S = 30.0
 """Longest that a shared file system takes to show one process what another wrote."""
 
 
-class RunFolder:
-    """Files of one run."""
+class RunFolder(RunReader):
+    """The files of one run, to write them."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self._written: dict[str, durable.Written] = {}
         """Logs, by name, as far as this process has written them."""
         self._heldout: dict[str, str] = {}
@@ -200,14 +200,6 @@ class RunFolder:
             if entry.name != LOCK:
                 durable.remove(entry)
 
-    def resolved(self) -> dict[str, Any]:
-        """Return every setting by its path, from `config.resolved.json`.
-
-        Raises:
-          CheckpointError: the file is missing or damaged.
-        """
-        return reading.read_object(self.path / RESOLVED, "--fresh starts over")
-
     def stored_fields(self, cls: type, *, leave_out: Collection[str]) -> dict[str, Any]:
         """Return fields of the root of the stored settings, built without the file that names them.
 
@@ -240,7 +232,7 @@ class RunFolder:
         try:
             from rolljax.config import loader
 
-            return {**loader.load([stored_config(self.path)], [], root=Recipe).resolved, **stored}
+            return {**loader.load([self.config_file()], [], root=Recipe).resolved, **stored}
         except ConfigError:  # of a recipe made of objects, or with settings that are gone; or gin is not installed
             return stored
 
@@ -332,11 +324,11 @@ class RunFolder:
         self._heldout = dict(recorded.get(HELDOUT, {}))
         for name in damage.LOGS:
             path = self.path / name
-            data = b"\n".join(records.lines(path))
+            data = journal.read_bytes(path)
             if problem := damage.of_log(path, data, step, recorded):
                 warn(f"warning: {problem}")
-            rows = {row["step"]: line for line in data.split(b"\n") if (row := records.row(line))}
-            kept = b"".join(rows[s] + b"\n" for s in sorted(rows) if s <= step)
+            rows = {row["step"]: row for row in journal.parse(data, row_of).values}
+            kept = b"".join(journal.line_of(rows[s]) for s in sorted(rows) if s <= step)
             if path.exists():
                 durable.write(path, kept)
             self._written[name] = durable.Written()
@@ -383,14 +375,6 @@ class RunFolder:
         """Append a step to consumed.jsonl."""
         self._append(CONSUMED, dataclasses.asdict(step))
 
-    def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl, or of another such file, that are whole."""
-        return [*records.rows(self.path / name)]
-
-    def rollout_steps(self) -> list[int]:
-        """Steps whose rollouts are kept, in their order."""
-        return [*rollout_files(self.path)]
-
     def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> str:
         """Write rollouts/step_N.jsonl; returns its SHA-256 in hexadecimal digits."""
         return _write_trajectories(rollouts_file(self.path, step), trajectories)
@@ -398,14 +382,6 @@ class RunFolder:
     def write_heldout(self, evaluation: str, trajectories: Iterable[Trajectory]) -> None:
         """Write rollouts/heldout_NAME.jsonl."""
         self._heldout[evaluation] = _write_trajectories(heldout_file(self.path, evaluation), trajectories)
-
-    def trajectories(self, step: int) -> list[Trajectory]:
-        """What rollouts/step_N.jsonl holds.
-
-        Raises:
-          CheckpointError: it is not there, or damaged.
-        """
-        return records.trajectories(rollouts_file(self.path, step))
 
     def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Keep the batch that led to a stop."""
@@ -459,23 +435,11 @@ class RunFolder:
     def is_complete(self, progress: RunProgress) -> bool:
         """Whether all that a run leaves at its end is there, and of this end."""
         try:
-            said = [records.summary(self.path).get(key) for key in ("stop_reason", "phase_steps")]
+            said = [self.summary().get(key) for key in ("stop_reason", "phase_steps")]
         except CheckpointError:  # it is written again
             return False
         results = (self.path / RESULT).is_dir() and (self.path / CURVES).is_file()
         return progress.finished and results and said == [DONE, progress.phase_steps]
-
-
-def stored_config(run: str | Path) -> str:
-    """Path of the config a run can be read back from.
-
-    Raises:
-      CheckpointError: not a run folder.
-    """
-    path = Path(run) / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
-    return str(path)
 
 
 def setting_of_phase(path: str) -> tuple[int, str]:

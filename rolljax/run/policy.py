@@ -13,7 +13,7 @@ from pathlib import Path
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.errors import ConfigError
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.folder import RunFolder, stored_config
+from rolljax.run.folder import RunFolder
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import Task
 
@@ -43,8 +43,9 @@ def policy_recipe(run: str | Path) -> Recipe:
       CheckpointError: it is not a run folder, or its settings are damaged. ConfigError: the class of the model is not
         here.
     """
-    stored_config(run)
-    given = RunFolder(run).stored_fields(Recipe, leave_out=_OF_TRAINING)
+    folder = RunFolder(run)
+    folder.config_file()
+    given = folder.stored_fields(Recipe, leave_out=_OF_TRAINING)
     return Recipe(_NoTasks(), (Phase("policy", Sft(), 1, prompts_per_step=1),), **given)
 
 

@@ -8,22 +8,21 @@ from typing import Any
 from rolljax.console.progress import OWNERS, judged_by, waits
 from rolljax.console.terminal import duration, visible
 from rolljax.errors import CheckpointError, boundary
-from rolljax.run.folder import RunFolder
-from rolljax.storage import records
 from rolljax.storage.environment import command_line
 from rolljax.storage.layout import ENVIRONMENT
+from rolljax.storage.run_reader import RunReader
 
 Row = Mapping[str, Any]
 
 
-def summary_lines(folder: RunFolder) -> list[str]:
+def summary_lines(run: RunReader) -> list[str]:
     """Return lines of plain text about a run, from its files alone. The run may still be in progress.
 
     Raises:
       CheckpointError: one of these files is damaged; the error names it.
     """
-    rows, summary, env = folder.rows(), records.summary(folder.path), _environment(folder)
-    lines = [f"run       {folder.path.resolve().name}: {_state(rows, summary)}"]
+    rows, summary, env = run.rows(), run.summary(), _environment(run)
+    lines = [f"run       {run.path.resolve().name}: {_state(rows, summary)}"]
     if rows:
         lines += _phases(rows, summary)
         lines += [f"tokens    {_tokens(rows)}", f"waits     {_waits(rows)}", f"failed    {_failed(rows)}"]
@@ -33,11 +32,10 @@ def summary_lines(folder: RunFolder) -> list[str]:
     return [visible(line, lines=False) for line in lines]
 
 
-def _environment(folder: RunFolder) -> list[str]:
+def _environment(run: RunReader) -> list[str]:
     """Return a line for the machine and one for the command; none where `env.json` is missing."""
-    path, remedy = folder.path / ENVIRONMENT, "delete it: the run writes a new one when it continues"
-    env = records.optional(path, remedy)
-    with boundary(CheckpointError, f"{path} is not as a run writes it; {remedy}"):
+    env, remedy = run.environment(), "delete it: the run writes a new one when it continues"
+    with boundary(CheckpointError, f"{run.path / ENVIRONMENT} is not as a run writes it; {remedy}"):
         if not env:
             return []
         versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])

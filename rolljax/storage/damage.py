@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rolljax import reading
-from rolljax.storage import records
+from rolljax.storage import journal
 from rolljax.storage.layout import CONSUMED, METRICS
+from rolljax.storage.run_reader import row
 
 LOGS = (METRICS, CONSUMED)
 CHECKED_BYTES = 16 << 30
@@ -33,7 +34,7 @@ def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> s
       data: what the file holds. step: the last one that is done. recorded: see `durable.Written.to_json`, by name; a
         checkpoint of an earlier rolljax has none.
     """
-    steps = {row["step"] for line in data.split(b"\n") if (row := records.row(line))}
+    steps = {found["step"] for found in journal.parse(data, row).values}
     missing = sorted({*range(1, step + 1)} - steps)
     if step and not data and not path.exists():
         is_expected = path.name in recorded or path.name == METRICS  # which every rolljax has written

@@ -109,8 +109,7 @@ class JsonLines:
         Raises:
           StorageError: the disk does not take it.
         """
-        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        self.write(line)
+        self.write(line := line_of(value))
         return line
 
     def write(self, line: bytes) -> int:
@@ -147,6 +146,11 @@ class JsonLines:
             self.sync()
         finally:
             self._file.close()
+
+
+def line_of(value: Any) -> bytes:
+    """Return the line of a value, with its newline."""
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def append(path: Path, value: Any) -> bytes:
@@ -266,7 +270,7 @@ class Journal:
 def sealed(key: str, value: Any) -> bytes:
     """Return the line of a value in a journal."""
     record = {"key": key, "value": value}
-    return json.dumps({**record, "sum": _checksum(record)}, separators=(",", ":")).encode() + b"\n"
+    return line_of({**record, "sum": _checksum(record)})
 
 
 def _unsealed(line: bytes) -> tuple[str, Any]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from rolljax import reading
 from rolljax.errors import ConfigError
-from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
-from rolljax.storage import layout
+from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, read_object
+from rolljax.storage import journal, layout
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Record, TrajectoryFile, scan, summary
 
@@ -228,14 +228,12 @@ class _Rows:
                     self._written_anew += 1
                 self.modified = status.st_mtime
                 f.seek(self._at)
-                whole, _, _ = f.read().rpartition(b"\n")
+                found = journal.parse(f.read(), _row)
         except (OSError, MemoryError):
             return
-        self._at += len(whole) + bool(whole)
-        lines = [line for line in whole.splitlines() if line.strip()]
-        rows = [row for line in lines if (row := _row(line))]
-        self._rows += rows
-        self.damaged += len(lines) - len(rows)
+        self._at += found.end
+        self._rows += found.values
+        self.damaged += found.damaged
 
 
 class Runs:
@@ -341,15 +339,10 @@ def _environment(found: Json) -> Json:
     }
 
 
-def _row(line: bytes) -> Json | None:
-    """Return a step's row: its number, its phase and its metrics; None if the line has none."""
-    try:
-        row = parse(line)
-    except Damaged:
-        return None
-    step = as_whole(row.get("step")) if isinstance(row, dict) else None
-    if step is None:
-        return None
+def _row(row: Json) -> Json:
+    """Return a step's row: its number, its phase and its metrics. Raises ValueError if it has no number."""
+    if (step := as_whole(row["step"])) is None:
+        raise ValueError("the step is no number")
     numbers = {name: x for name, value in row.items() if (x := as_number(value)) is not None}
     return {**numbers, "step": step, "phase": as_text(row.get("phase"))}
 

@@ -13,8 +13,10 @@ from rolljax.library.run import Run
 from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.folder import RunFolder
-from rolljax.storage import durable, records
+from rolljax.storage import durable
+from rolljax.storage.journal import parse
 from rolljax.storage.layout import rollout_files
+from rolljax.storage.run_reader import row
 from tests.unit.test_show import make_run, trajectory
 
 DEEP = "[" * 100_000
@@ -289,7 +291,7 @@ def test_only_regular_files_are_opened(tmp_path, kind):
 
 
 def test_a_row_is_whole_or_none():
-    assert records.row('{"step": 1, "phase": "rl", "a/b": 0.5}') and records.row(b'{"step": 1, "draws": [1]}')
+    assert parse(b'{"step": 1, "phase": "rl", "a/b": 0.5}\n{"step": 1, "draws": [1]}\n', row).damaged == 0
     for line in (
         '{"step": "1"}',
         '{"step": true}',
@@ -299,4 +301,4 @@ def test_a_row_is_whole_or_none():
         "",
         "{",
     ):
-        assert records.row(line) is None
+        assert parse(line.encode() + b"\n", row) == ([], bool(line), len(line) + 1)
