@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
+from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
-from rolljax.envs.text import json_at, linear_pattern
+from rolljax.envs.text import linear_pattern
 from rolljax.errors import ConfigError, check_range
+from rolljax.judging.judge import ask
+from rolljax.judging.prompts import SLOT, filled
+from rolljax.judging.verdict import Unreadable
 from rolljax.types import Message
 
 T = TypeVar("T")
-_SLOT = re.compile(r"\{([\w.]+)\}")
-
-
-def filled(template: str, record: Record) -> str:
-    """Fill in a prompt's `{column}` slots with the texts of columns. The inserted texts are not
-    searched for slots."""
-    return _SLOT.sub(lambda m: text_of(record, m[1]), template)
 
 
 async def ask_until(
@@ -31,16 +26,19 @@ async def ask_until(
     """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt is too
     long. An answer that was cut is not parsed.
 
-    vote: which of several independent answers this is.
+    parse: returns None, or raises `Unreadable`, for an answer that cannot be used. vote: which of several independent
+    answers this is.
     """
     address = fingerprint([record, prompt])
     for i in range(tries):
         seed = seed_of(place.seed, how.seed, address, vote, i)
         try:
-            answer = await place.asker.ask((Message("user", prompt),), dataclasses.replace(how, seed=seed))
-        except ChatTooLong:
-            return None
-        if answer.is_whole and (found := parse(answer.text)) is not None:
+            found = await ask(place.asker, (Message("user", prompt),), dataclasses.replace(how, seed=seed), parse)
+        except Unreadable as e:
+            if e.kind == "too_long":
+                return None
+            found = None
+        if found is not None:
             return found
         place.count("unparsed_answers")
     return None
@@ -73,7 +71,7 @@ class JudgeFilter(AskingStage):
     def __post_init__(self) -> None:
         check_range(self, "votes", "tries", "max_tok", low=1)
         check_range(self, "temperature", low=0)
-        if not _SLOT.search(self.prompt):
+        if not SLOT.search(self.prompt):
             raise ConfigError(
                 "shows the judge no column of the record",
                 setting="JudgeFilter.prompt",
@@ -91,7 +89,7 @@ class JudgeFilter(AskingStage):
             return found[-1].lower() if found else None
 
         async def judge(record: Record) -> list[str | None]:
-            prompt = filled(self.prompt, record)
+            prompt = filled(self.prompt, {name: text_of(record, name) for name in SLOT.findall(self.prompt)})
             asked = (ask_until(place, record, prompt, how, parse, self.tries, vote) for vote in range(self.votes))
             return list(await asyncio.gather(*asked))
 
@@ -105,19 +103,3 @@ class JudgeFilter(AskingStage):
                 place.drop(record, "rejected")
             else:
                 yield {**record, self.column: good / total} if self.column else record
-
-
-def last_json_object(text: str) -> Mapping[str, Any] | None:
-    """The last JSON object of a model's answer (of the outermost ones) that `json_at` reads; None: there is none. At
-    most 100 opening brackets are tried."""
-    last, end = None, 0
-    for start in [m.start() for m in re.finditer(r"\{", text)][:100]:
-        if start < end:
-            continue
-        try:
-            found, end = json_at(text, start)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            last = found
-    return last

@@ -190,15 +190,11 @@ def _run_stage(
     scratch.mkdir()
     model = pipeline.model_of(stage)
     start_s = time.monotonic()
-    with contextlib.ExitStack() as files:
-        asker = None
-        if model is not None:
-            journal = Journal(work / f"{label}.answers.jsonl")
-            files.callback(journal.close)
-            asker = Asker(model, journal, label, pipeline.concurrency)
-        place = Place(label, seed_of(pipeline.seed, label), scratch, asker)
-        counted = _Counted(records, place.ledger, progress, label)
-        num = write_spill(work / f"{label}.jsonl", with_key(stage, pipeline.key).run(counted, place))
+    answers = work / f"{label}.answers.jsonl"
+    asker = None if model is None else Asker(model, answers, label, pipeline.concurrency)
+    place = Place(label, seed_of(pipeline.seed, label), scratch, asker)
+    counted = _Counted(records, place.ledger, progress, label)
+    num = write_spill(work / f"{label}.jsonl", with_key(stage, pipeline.key).run(counted, place))
     place.ledger.num_in, place.ledger.num_out = len(records), num
     shutil.rmtree(scratch, ignore_errors=True)
     asked = dict(asker.counts) if asker is not None else {}

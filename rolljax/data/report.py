@@ -42,7 +42,7 @@ def markdown(
     lines += ["| stage | in | out | dropped | model answers | seconds |", "|---|---:|---:|---|---:|---:|"]
     for label, s in stages.items():
         dropped = ", ".join(f"{why} {n}" for why, n in sorted(s["dropped"].items(), key=lambda x: (-x[1], x[0])))
-        asked = s["asked"].get("asked", 0) + s["asked"].get("from_journal", 0)
+        asked = s["asked"].get("calls", 0) + s["asked"].get("cached", 0)
         row = (label, s["num_in"], s["num_out"], dropped, asked or "", f"{s['seconds']:.1f}")
         lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", "| file | records |", "|---|---:|", *(f"| {name} | {n} |" for name, n in files.items())]

@@ -58,6 +58,16 @@ def after_thinking(text: str) -> str:
     return text.rpartition(END_OF_THINKING)[2]
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """Split a text into thoughts and answer: before and after the first `END_OF_THINKING`. An answer that is cut off
+    while thinking has only thoughts; without the tags all of it is answer."""
+    head, mark, tail = text.partition(END_OF_THINKING)
+    if not mark:
+        before, opened, thought = text.partition("<think>")
+        return (thought.strip(), before.strip()) if opened else ("", text.strip())
+    return head.replace("<think>", "", 1).strip(), tail.strip()
+
+
 def clean(text: str) -> str:
     """Replace every lone surrogate by U+FFFD, so that the text has a UTF-8 form."""
     try:

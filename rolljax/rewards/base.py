@@ -9,8 +9,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from rolljax.judging.calls import CallLimits, Calls
+from rolljax.judging.prompts import digest
+from rolljax.storage.journal import Journal
 from rolljax.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -87,6 +91,11 @@ class RewardContext:
     """The policy's tokenizer."""
     trained: TrainedModels | None = None
     """Reward models of runs; None: outside of a run."""
+
+    def calls(self, name: str, identity: str, limits: CallLimits) -> Calls:
+        """Return the calls of a reward, with the answers that `cache_dir` has of earlier ones. See `Calls`."""
+        path = Path(self.cache_dir) / f"{name}-{digest(identity)[:16]}.jsonl" if self.cache_dir else None
+        return Calls(name, identity, limits, Journal(path))
 
 
 class RewardConfig(abc.ABC):

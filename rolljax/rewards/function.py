@@ -13,8 +13,8 @@ from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.pool.episode_runner import flag, number
 from rolljax.errors import EnvError, boundary, check_range
+from rolljax.judging.calls import CallLimits
 from rolljax.rewards.base import Reward, RewardContext, Scorer
-from rolljax.rewards.calls import CallLimits, Calls
 from rolljax.rewards.workers import Rule, RuleWhere, Said
 from rolljax.types import Task, Trajectory
 
@@ -83,7 +83,7 @@ class FunctionScorer:
 
     def __init__(self, cfg: Function, around: RewardContext) -> None:
         self._cfg = cfg
-        self._calls = Calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits, around)
+        self._calls = around.calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         """Return the reward of an episode that did not fail."""
@@ -95,7 +95,7 @@ class FunctionScorer:
             return dataclasses.asdict(read_reward(dataclasses.asdict(reward), name))
 
         what = json.dumps([task.id, task.index, dataclasses.asdict(said)])
-        return await self._calls.verdict(what, ask, lambda kept: read_reward(kept, name))
+        return await self._calls.answer(what, ask, lambda kept: read_reward(kept, name))
 
     def counts(self) -> Mapping[str, int]:
         """Calls, and their faults by kind."""

@@ -40,9 +40,9 @@ class Ask:
     """Short, the same for all answers."""
     messages: tuple[Message, ...]
     field: str
-    """Field of the JSON object that the judges are to write (see `labels.read_label`)."""
+    """Field of the JSON object that the judges are to write (see `judging.verdict.read_label`)."""
     labels: Mapping[str, str]
-    """Labels by the value that judges write in the JSON object's field (see `labels.read_label`)."""
+    """Labels by the value that judges write in the JSON object's field (see `judging.verdict.read_label`)."""
     known: str | None = None
     """The verdict where no judge is needed; None: judges are asked."""
 
@@ -275,12 +275,6 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(value, (str, int)) or isinstance(value, bool) or not str(value).strip():
         raise DataError(f"{where}: has no text in {key!r}; its columns: {', '.join(map(str, row))}")
     return str(value)
-
-
-def tagged(parts: Mapping[str, str]) -> str:
-    """Return texts for a judge, each between tags of its name; no text can close its own tag."""
-    shown = {name: text.replace(f"</{name}", f"< /{name}") for name, text in parts.items()}
-    return "\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in shown.items())
 
 
 def check_ids(items: Iterable[Item]) -> tuple[Item, ...]:

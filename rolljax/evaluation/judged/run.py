@@ -11,19 +11,22 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rolljax.chat_models.base import Asking
 from rolljax.errors import ConfigError
 from rolljax.evaluation.answers import JUDGEMENTS, AnswerLog
-from rolljax.evaluation.judged.base import Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
-from rolljax.evaluation.judged.judges import Judges
+from rolljax.evaluation.judged.base import Ask, Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
 from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.judging.judge import Ballot, JudgePanel
+from rolljax.judging.verdict import read_label
 from rolljax.storage.journal import JsonLines, read_lines
 from rolljax.types import Fault, Key, Trajectory
 
@@ -112,7 +115,8 @@ class JudgedAnswers:
     def __init__(self, cfg: JudgedEvaluation, items: Sequence[Item], answers: AnswerLog, show_texts: bool) -> None:
         self._cfg, self._items, self._answers, self._show_texts = cfg, items, answers, show_texts
         self.log = VerdictLog(answers.folder)
-        self.judges = Judges(cfg)
+        how = Asking(cfg.judge_temperature, cfg.judge_max_tok, cfg.seed)
+        self.judges = JudgePanel(cfg.judges, cfg.votes, how)
         self.requests: collections.Counter[str] = collections.Counter()
 
     def has(self, key: Key) -> bool:
@@ -128,27 +132,30 @@ class JudgedAnswers:
     async def look(self, trajectory: Trajectory) -> Trajectory:
         if not trajectory.lost and trajectory.turns:
             item, answer = self._items[trajectory.task.index], trajectory.turns[-1].text
-            asks = self._cfg.benchmark.asks(item, answer)
-            address = f"{trajectory.key.prompt_index}/{trajectory.key.sibling}"
-            said = await asyncio.gather(*(self.judges.verdict(ask, address) for ask in asks))
-            faults: collections.Counter[str] = collections.Counter()
-            for _, _, more, _ in said:
-                faults.update(more)
+            key, asks = trajectory.key, self._cfg.benchmark.asks(item, answer)
+            ballots = await asyncio.gather(*(self._ballot(ask, f"{key.prompt_index}/{key.sibling}") for ask in asks))
+            by_name = {ask.name: ballot for ask, ballot in zip(asks, ballots, strict=True)}
             judged = Judged(
-                trajectory.key.prompt_index,
-                trajectory.key.sibling,
+                key.prompt_index,
+                key.sibling,
                 item.id,
                 self._cfg.benchmark.facts(item, answer),
-                {ask.name: label for ask, (label, _, _, _) in zip(asks, said, strict=True)},
-                {ask.name: votes for ask, (_, votes, _, _) in zip(asks, said, strict=True)},
-                dict(faults),
+                {name: ballot.label for name, ballot in by_name.items()},
+                {name: ballot.votes for name, ballot in by_name.items()},
+                dict(sum((collections.Counter(ballot.faults) for ballot in ballots), collections.Counter())),
             )
-            texts = {ask.name: texts for ask, (_, _, _, texts) in zip(asks, said, strict=True)}
+            texts = {name: ballot.texts for name, ballot in by_name.items()}
             self.log.add(judged, answer, texts, in_clear=self._show_texts)
         return trajectory if self._show_texts else hidden(trajectory)
 
+    async def _ballot(self, ask: Ask, address: str) -> Ballot:
+        if ask.known is not None:
+            return Ballot(ask.known, [], {}, [])
+        read = functools.partial(read_label, field=ask.field, labels=ask.labels)
+        return await self.judges.ballot(ask.messages, read, f"{address}/{ask.name}")
+
     async def close(self) -> None:
-        self.requests.update({f"judge_{kind}": n for kind, n in self.judges.requests().items()})
+        self.requests.update({f"judge_{kind}": n for kind, n in self.judges.counts().items()})
         await self.judges.close()
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of
-from rolljax.data.judge import ask_until, last_json_object
+from rolljax.data.judge import ask_until
 from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.judging.prompts import filled
+from rolljax.judging.verdict import last_object
 from rolljax.recipes.dlcot import dlcot
 from rolljax.recipes.dlcot.dlcot import LABELS, PARTS, Trace
 
@@ -167,13 +168,7 @@ class _Deconstruction:
 
     async def _json(self, template: str, shown: dict[str, str], read: Callable[[Any], Any]) -> Any:
         """Parse an answer's JSON object; None: no answer could be parsed."""
-        prompt = re.sub(r"\{(\w+)\}", lambda m: shown.get(m[1], m[0]), template)
-
-        def parse(answer: str) -> Any:
-            said = last_json_object(answer)
-            return None if said is None else read(said)
-
-        return await self._ask(prompt, parse)
+        return await self._ask(filled(template, shown), lambda answer: read(last_object(answer)))
 
     async def _ask(self, prompt: str, parse: Callable[[str], Any]) -> Any:
         how = Asking(self._stage.temperature, self._stage.max_tok)

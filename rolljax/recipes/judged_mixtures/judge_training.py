@@ -11,10 +11,10 @@ from typing import Any
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.data.rows import find_files
 from rolljax.errors import EnvError
+from rolljax.judging.verdict import Unreadable
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import Labelled, read_labelled
-from rolljax.rewards.calls import Unreadable
-from rolljax.rewards.judge import Judge, reference_of
+from rolljax.rewards.judge import Judge
 from rolljax.types import Message, Task
 
 
@@ -71,10 +71,8 @@ class JudgeTraining(EnvSpec):
     def prompt(self, index: int) -> tuple[Message, ...]:
         """Return the prompt of task `index`."""
         labelled = self.answer(index)
-        task, reference = self.env.task(labelled.index), ""
-        if "{reference}" in self.judge.rubric:
-            reference = reference_of(RewardContext(self.env), task, "Judge.rubric")
-        return self.judge.messages(task, labelled.answer, reference, index)
+        around = RewardContext(self.env, seed=index)
+        return self.judge.prompts(around, self.env.task(labelled.index), labelled.answer)[""]
 
     def reference_answer(self, worth: float) -> str:
         """Return the reference verdict on an answer of this worth."""

@@ -17,8 +17,9 @@ from typing import Any, Literal
 from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.attempts import rates, rewards_of
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of, value_of
-from rolljax.data.judge import ask_until, last_json_object
+from rolljax.data.judge import ask_until
 from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.judging.verdict import last_object
 
 OTHER = "Other"
 INDUCE = """Here are requests of users, one a line. Name the intents behind them: short names that do not overlap, \
@@ -130,8 +131,8 @@ class Taxonomy(AskingStage):
         how = Asking(self.temperature, self.max_tok, round_)
 
         def parse(text: str) -> dict[str, Any] | None:
-            said = last_json_object(text)
-            if said is None or said.get("primary") not in (*intents, OTHER):
+            said = last_object(text)
+            if said.get("primary") not in (*intents, OTHER):
                 return None
             return {"primary": said["primary"], **{n: _texts(said.get(n)) for n in ("secondary", "constraints")}}
 
@@ -170,7 +171,7 @@ class GradeDifficulty(AskingStage):
         how = Asking(self.temperature, self.max_tok)
 
         def parse(text: str) -> int | None:
-            value = (last_json_object(text) or {}).get("difficulty")
+            value = last_object(text).get("difficulty")
             return value if isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 5 else None
 
         async def grade(record: Record) -> int | None:

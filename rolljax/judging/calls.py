@@ -1,9 +1,9 @@
-"""Calls from rewards to judges, servers and waiting functions, with deadlines, retries and a cache.
+"""Calls to models, servers and waiting functions, with deadlines, retries and a journal.
 
-A verdict is requested under a key, a hash of everything it depends on. Concurrent calls with the same key share one
-request. The answer is kept in the run's folder (`storage.journal`), so that a resumed run pays for nothing twice and
-gets the same verdicts. A kept answer is parsed as strictly as a new one. While the service is down, calls wait at
-a circuit breaker; if that takes too long they fail, as an infrastructure fault.
+An answer is requested under a key, a hash of everything it depends on. Concurrent calls with the same key share one
+request. The answer is kept in a journal, so that work that is resumed pays for nothing twice and gets the same
+answers. A kept answer is parsed as strictly as a new one. While the service is down, calls wait at a circuit breaker;
+if that takes too long they fail, as an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -12,32 +12,24 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rolljax.errors import EnvError, InfraError, RolljaxError, StorageError, check_range
-from rolljax.rewards.base import RewardContext
+from rolljax.judging.prompts import digest
+from rolljax.judging.verdict import Unreadable
 from rolljax.storage.journal import Journal
 
 T = TypeVar("T")
-STAGE = "reward"
+STAGE = "judge"
+"""The stage that faults of calls name."""
 MAX_BACKOFF_S = 60.0
-
-
-class Unreadable(Exception):
-    """An answer without a verdict; the request is repeated. kind: the name under which it is counted."""
-
-    def __init__(self, message: str, kind: str = "garbage") -> None:
-        self.kind = kind
-        super().__init__(message)
 
 
 @dataclasses.dataclass(frozen=True)
 class CallLimits:
-    """How a reward calls the service that gives its verdicts."""
+    """Limits on the calls to a service."""
 
     deadline_s: float = 120.0
     """Longest time in seconds that a call may take."""
@@ -117,17 +109,21 @@ class _NotNow(Exception):
 
 
 class Calls:
-    """The calls of one reward. It lives on one event loop.
+    """The calls of one user to one service. They live on one event loop.
 
     Args:
-      name: of the reward, for messages. identity: describes the service and how it is asked; part of every key.
+      name: of the user, for messages. identity: describes the service and how it is asked; part of every key.
+      journal: earlier answers, which are not requested again.
+      keep_all: finish calls that no one waits for any more, because they are paid for, and raise `StorageError` if the
+        disk does not take an answer. Otherwise such calls are cancelled, and such answers are counted as `unsaved`.
     """
 
-    def __init__(self, name: str, identity: str, limits: CallLimits, around: RewardContext) -> None:
+    def __init__(
+        self, name: str, identity: str, limits: CallLimits, journal: Journal, *, keep_all: bool = False
+    ) -> None:
         self._name, self._identity, self._limits = name, identity, limits
-        folder = around.cache_dir
-        self._verdicts = Journal(Path(folder) / f"{name}-{digest(identity)[:16]}.jsonl" if folder else None)
-        self._made = len(self._verdicts) + self._verdicts.damaged
+        self._journal, self._keep_all = journal, keep_all
+        self._made = len(journal) + journal.damaged
         self._gate, self._breaker = asyncio.Semaphore(limits.concurrency), Breaker(limits)
         self._counts: collections.Counter[str] = collections.Counter()
         self._under_way: dict[str, asyncio.Task[Any]] = {}
@@ -137,10 +133,10 @@ class Calls:
         """Counts: `calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, cut (a limit ended
         the answer), failed (no answer came), down (it waited for an answer that never came), budget, unsaved (the disk
         did not take a verdict), damaged (a kept verdict differs from what was written; it is requested again)."""
-        return self._counts + collections.Counter(damaged=self._verdicts.damaged)
+        return self._counts + collections.Counter(damaged=self._journal.damaged)
 
-    async def verdict(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        """Return the verdict on `what`, from an earlier call if there was one.
+    async def answer(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        """Return the answer to `what`, from an earlier call if there was one.
 
         Args:
           what: everything that the answer depends on, in addition to the identity. ask: requests an answer and returns
@@ -150,14 +146,14 @@ class Calls:
           InfraError: there is no answer. EnvError: the service or its code is broken; `ask` or `read` raised it.
         """
         key = digest(f"{self._identity}\0{what}")
-        if (kept := self._verdicts.get(key)) is not None:
+        if (kept := self._journal.get(key)) is not None:
             try:
-                verdict = read(kept)
+                found = read(kept)
             except (Unreadable, RolljaxError):
-                self._verdicts.discard(key)
+                self._journal.discard(key)
             else:
                 self._counts["cached"] += 1
-                return verdict
+                return found
         if key not in self._under_way:
             task = asyncio.ensure_future(self._call(key, ask, read))
             self._under_way[key] = task
@@ -170,7 +166,8 @@ class Calls:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                task.cancel()
+                if not self._keep_all:
+                    task.cancel()
 
     def _forget(self, key: str, done: asyncio.Task[Any]) -> None:
         del self._under_way[key]
@@ -207,11 +204,16 @@ class Calls:
                 attempt += 1
                 self._counts["retries"] += 1
                 await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
-        try:
-            self._verdicts.put(key, said)
-        except StorageError:  # the run continues; a resumed one asks again
-            self._counts["unsaved"] += 1
+        self._store(lambda: self._journal.put(key, said))
         return said
+
+    def _store(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except StorageError:
+            if self._keep_all:
+                raise
+            self._counts["unsaved"] += 1
 
     async def _once(
         self, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], object], attempt: int, is_probe: bool
@@ -256,14 +258,9 @@ class Calls:
             self._breaker.note(failed=failed, was_probe=is_probe)
 
     async def close(self) -> None:
-        """Cancel all calls under way, and close the journal of answers."""
-        for task in list(self._under_way.values()):
-            task.cancel()
+        """Cancel all calls under way, or finish them if all answers are to be kept; then close the journal."""
+        if not self._keep_all:
+            for task in list(self._under_way.values()):
+                task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
-        with contextlib.suppress(StorageError):
-            self._verdicts.close()
-
-
-def digest(text: str) -> str:
-    """Return a hash of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        self._store(self._journal.close)
