@@ -24,7 +24,7 @@ CONFIG = """
 from __gin__ import dynamic_registration
 from rolljax import recipe
 from rolljax.chat_models import client
-from rolljax.rewards import calls
+from rolljax.judging import calls
 from rolljax.rewards import judge
 from rolljax.trainer.algorithms import grpo
 include 'quickstart.gin'

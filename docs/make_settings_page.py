@@ -62,6 +62,7 @@ GROUPS = {
     "envs": "Environments",
     "envs.tools": "Tools",
     "rewards": "Rewards",
+    "judging": "Calls to judges",
     "trackers": "Trackers",
     "simulation": "Simulations",
     "data": "Data pipelines",

@@ -7,9 +7,9 @@ import time
 
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
+from rolljax.judging.calls import CallLimits
 from rolljax.recipes.think_j.critique import Critique
 from rolljax.rewards.base import RewardContext
-from rolljax.rewards.calls import CallLimits
 from rolljax.rewards.judge import Comparison, Judge
 from rolljax.rewards.scoring import Scoring
 from tests.misbehaving import BEHAVIOURS

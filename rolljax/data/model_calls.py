@@ -71,9 +71,7 @@ class Asker:
           Whatever `work` raises; answers received until then are in the journal.
         """
         journal = Journal(self._path)
-        self._calls = Calls(
-            self._label, f"{self._label} {self._config.identity}", self._limits, journal, keep_all=True
-        )
+        self._calls = Calls(self._label, f"{self._label} {self._config.identity}", self._limits, journal, keep_all=True)
         with SteppedLoop() as loop:
             waiting = iter(source)
             window: collections.deque[tuple[Record, asyncio.Task[T]]] = collections.deque()

@@ -43,7 +43,6 @@ from rolljax.data.model_calls import Asker
 from rolljax.data.progress import PipelineProgress
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.storage import durable
-from rolljax.storage.journal import Journal
 from rolljax.storage.layout import LOCK
 from rolljax.storage.lock import locked
 

@@ -34,7 +34,7 @@ class Unreadable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class VerdictForm:
-    """A verdict that is the last thing in an answer: one JSON object, with nothing but the end of a code block after it."""
+    """A verdict at the end of an answer: one JSON object, with nothing but the end of a code block after it."""
 
     labels: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """The allowed labels of each field that holds one."""
@@ -86,8 +86,9 @@ def _object_at_end(text: str) -> dict[str, Any]:
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """Return the last JSON object of an answer (of the outermost ones) that `json_at` reads; text may follow it. At most
-    100 opening brackets are tried.
+    """Return the last JSON object of an answer (of the outermost ones) that `json_at` reads; text may follow it.
+
+    At most 100 opening brackets are tried.
 
     Raises:
       Unreadable: there is none.

@@ -16,9 +16,9 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
 from rolljax.evaluation.endpoint import EndpointModel
-from rolljax.evaluation.judged import judges
 from rolljax.evaluation.judged.base import JudgedEvaluation
 from rolljax.evaluation.judged.run import benchmark_of, evaluate_judged
+from rolljax.judging.judge import JudgePanel
 from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
@@ -295,7 +295,7 @@ def test_a_judge_that_never_answers_ends_the_evaluation(server, data, caplog):
     server.broken = lambda name, prompt: 503 if name == "judge" else None
     with pytest.raises(InfraError, match="no judge answers"):
         run(server, "refuse", judged_by(server, bsa.Bsa(data["bsa"], counts=COUNTS)))
-    assert judges.ALL_FAILED <= 45
+    assert JudgePanel.ALL_FAILED <= 45
     gc.collect()
     assert "never retrieved" not in caplog.text  # of the others that failed at the same moment
     with pytest.raises(ConfigError, match="judge URL"):

@@ -18,13 +18,13 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.chat_models.local import LocalModel
 from rolljax.envs.games.guess_number import GuessNumber
 from rolljax.errors import ConfigError, InfraError, RolljaxError
+from rolljax.judging.calls import CallLimits
 from rolljax.model import hf
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.rewards.base import RewardContext
-from rolljax.rewards.calls import CallLimits
 from rolljax.rewards.judge import Judge
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.settings import SamplerConfig

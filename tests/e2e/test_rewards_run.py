@@ -21,7 +21,7 @@ CONFIG = f"""
 from __gin__ import dynamic_registration
 from rolljax import recipe
 from rolljax.chat_models import client
-from rolljax.rewards import calls
+from rolljax.judging import calls
 from rolljax.rewards import compose
 from rolljax.rewards import environment
 from rolljax.rewards import judge

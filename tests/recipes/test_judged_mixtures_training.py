@@ -10,8 +10,10 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs import checks
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.judging.prompts import mark_of
 from rolljax.recipes.judged_mixtures.judge_training import JudgeTraining
-from rolljax.rewards.judge import Judge, mark_of
+from rolljax.rewards.base import RewardContext
+from rolljax.rewards.judge import Judge
 
 ENV = Questions(records=[{"question": f"Thank me for {i}.", "answer": f"Thank you for {i}."} for i in range(3)])
 MODEL = EndpointConfig("http://127.0.0.1:1/v1", "judge")
@@ -39,7 +41,8 @@ def episode(spec, index, action=None):
 def test_the_environment_asks_the_question_of_a_runs_judge(spec):
     for index, row in enumerate(ROWS):
         task = ENV.task(row["index"])
-        asked = LABELS.messages(task, row["answer"], f"Thank you for {row['index']}.", 7)
+        asked = LABELS.prompts(RewardContext(ENV, seed=7), task, row["answer"])[""]
+        assert f"Thank you for {row['index']}." in asked[1].content
         mark = {seed: mark_of(seed, task, row["answer"]) for seed in (7, index)}
         same = [m.content.replace(mark[7], mark[index]) for m in asked]
         assert [m.content for m in spec.make().reset(spec.task(index))] == same

@@ -8,10 +8,10 @@ import pytest
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
+from rolljax.judging.calls import CallLimits
 from rolljax.recipes.think_j.critique import Critique
 from rolljax.recipes.think_j.digit_sums import DigitSums
 from rolljax.rewards.base import RewardContext
-from rolljax.rewards.calls import CallLimits
 from tests.judge_server import judge_server
 
 SPEC = Questions(records=[{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(9)])
@@ -25,10 +25,12 @@ def critique(server, **settings):
 
 
 def compare(cfg, answer, other="10"):
+    spec = Questions(records=[{"question": "0 + 1?", "answer": other}])
+
     async def run():
-        scorer = cfg.open(AROUND)
+        scorer = cfg.open(RewardContext(spec, seed=7))
         try:
-            return await scorer.compare(SPEC.task(0), answer, other), dict(scorer.counts())
+            return await scorer.judge(spec.task(0), answer), dict(scorer.counts())
         finally:
             await scorer.close()
 

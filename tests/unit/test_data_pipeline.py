@@ -168,7 +168,7 @@ def test_a_pipeline_runs_inside_of_an_event_loop(tmp_path):
 
     with RuleServer(adder) as server:
         found = asyncio.run(cell())
-    assert found.files == {"data.jsonl": 6} and found.stages["01_sample_attempts"]["asked"]["asked"] == 12
+    assert found.files == {"data.jsonl": 6} and found.stages["01_sample_attempts"]["asked"]["calls"] == 12
 
 
 def test_a_server_that_is_none_is_told_of_by_its_setting(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from rolljax.data import attempts, judge, rejection
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError, DataError
+from rolljax.judging.verdict import Unreadable, last_object
 from rolljax.types import Key, Task, Trajectory
 from tests.stages import coin, through
 
@@ -89,4 +90,8 @@ def test_an_answer_that_was_cut_holds_no_verdict(tmp_path):
     ],
 )  # fmt: skip
 def test_the_last_object_of_an_answer(text, found):
-    assert judge.last_json_object(text) == found
+    if found is None:
+        with pytest.raises(Unreadable):
+            last_object(text)
+    else:
+        assert last_object(text) == found

@@ -30,13 +30,13 @@ from rolljax.envs.catalog import make_spec
 from rolljax.envs.catalog import names as environment_names
 from rolljax.envs.code_problems import Problem, program_of
 from rolljax.envs.pool.episode_runner import check_answer, describe
-from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, linear_pattern, read_json
+from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, linear_pattern, read_json, split_thinking
 from rolljax.envs.tools.base import ToolError, ToolSpec, clip, plain
 from rolljax.envs.tools.calculator import calc
 from rolljax.envs.tools.parsers import PARSERS
 from rolljax.envs.tools.schema import problem_of
 from rolljax.errors import ConfigError, DataError, EnvError
-from rolljax.evaluation.judged.labels import read_label, split_thinking
+from rolljax.judging.verdict import VerdictForm, last_object, read_label
 from rolljax.model.tokenizer import MARK, UNMARK
 from rolljax.recipes.dlcot.dlcot_stages import sections
 from rolljax.recipes.shop_simulator import pages, shopper
@@ -331,6 +331,8 @@ READERS = {
     "OpenEnv's actions": OpenEnvEnv(OpenEnv(action_key=""))._action,
     "a request's body": refused(ApiError)(lambda text: parse_json(text.encode("utf-8", "surrogatepass"))),
     "a judge's verdict": refused(ValueError)(lambda text: read_label("{" + text, "verdict", {"Safe": "Safe"})),
+    "a judge's marks": refused(ValueError)(lambda text: VerdictForm(marks={"score": (0, 10)}).read(text + "}")),
+    "the last object of an answer": refused(ValueError)(last_object),
     "thinking": split_thinking,
     "sections of a chain of thought": sections,
     "an agent's answer": refused(EnvError)(lambda text: read_answer(b'{"answer":' + text.encode("utf-8", "surrogatepass"), "x", own=True)),

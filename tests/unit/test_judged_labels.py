@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rolljax.chat_models.base import seed_of
-from rolljax.evaluation.judged.labels import majority, read_label, split_thinking
+from rolljax.envs.text import split_thinking
 from rolljax.evaluation.statistics import bootstrap, resampled_means
+from rolljax.judging.verdict import majority, read_label
 
 LABELS = {"Safe": "Safe", "Unsafe": "Unsafe"}
 

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, InfraError
+from rolljax.judging.calls import CallLimits
+from rolljax.judging.prompts import filled
+from rolljax.judging.verdict import Unreadable, last_object
 from rolljax.metrics import check_row
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import agreed, agreement, isotonic, read_labelled
-from rolljax.rewards.calls import CallLimits, Calls, Unreadable
 from rolljax.rewards.function import Function
-from rolljax.rewards.judge import Comparison, Judge, filled, last_object, read_better
+from rolljax.rewards.judge import Comparison, Judge
 from rolljax.rewards.scoring import Scoring
 from rolljax.storage import journal
 from rolljax.types import Group
@@ -231,13 +233,13 @@ def test_a_key_that_is_not_accepted_is_no_reward():
 
 def test_calls_that_nobody_waits_for_are_given_up():
     async def run():
-        calls, began = Calls("x", "y", FAST, AROUND), asyncio.Event()
+        calls, began = AROUND.calls("x", "y", FAST), asyncio.Event()
 
         async def forever(_):
             began.set()
             await asyncio.Event().wait()
 
-        waiting = [asyncio.ensure_future(calls.verdict("same", forever, str)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(calls.answer("same", forever, str)) for _ in range(2)]
         await began.wait()
         waiting[0].cancel()
         await asyncio.sleep(0)
@@ -246,7 +248,7 @@ def test_calls_that_nobody_waits_for_are_given_up():
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.sleep(0)
         assert not calls._under_way
-        return await calls.verdict("same", lambda _: asyncio.sleep(0, 5), str)
+        return await calls.answer("same", lambda _: asyncio.sleep(0, 5), str)
 
     assert asyncio.run(run()) == "5"
 
@@ -317,7 +319,7 @@ def test_what_is_a_verdict(text):
 @given(st.text())
 def test_no_text_is_anything_but_a_verdict_or_unreadable(text):
     cfg = Judge(EndpointConfig("http://127.0.0.1:1/v1", "m"), "{answer}", labels={"a": 1.0})
-    for read in (cfg.read, read_better, last_object):
+    for read in (cfg.read, Comparison.FORM.read, last_object):
         try:
             assert isinstance(read(text), dict)
         except Unreadable:
@@ -339,7 +341,7 @@ def test_no_object_is_anything_but_a_verdict_or_unreadable(found, before):
     """And what is kept of a verdict is read as the same."""
     model = EndpointConfig("http://127.0.0.1:1/v1", "m")
     marks, labels = Judge(model, "{answer}", veto="veto"), Judge(model, "{answer}", labels={"good": 1.0, "a": 0.0})
-    for read, worth in ((marks.read, marks.worth), (labels.read, labels.worth), (read_better, None)):
+    for read, worth in ((marks.read, marks.worth), (labels.read, labels.worth), (Comparison.FORM.read, None)):
         try:
             verdict = read(before + json.dumps(found))
         except Unreadable:
@@ -359,7 +361,7 @@ def test_a_verdict_that_is_ambiguous_or_of_another_kind_is_none(text):
 
 
 def test_what_is_put_in_is_not_looked_at_again():
-    assert filled("{a} {b} {a}", {"{a}": "{b}", "{b}": "{a}"}) == "{b} {a} {b}"
+    assert filled("{a} {b} {a}", {"a": "{b}", "b": "{a}"}) == "{b} {a} {b}"
 
 
 def test_both_orders_are_asked_and_one_that_always_says_a_is_worth_a_half():
@@ -452,14 +454,14 @@ def test_calibration_is_part_of_the_verdict():
 
 def test_unreadable_is_no_outage():
     async def run():
-        calls = Calls("x", "y", dataclasses.replace(FAST, retries=1, down_after=1), AROUND)
+        calls = AROUND.calls("x", "y", dataclasses.replace(FAST, retries=1, down_after=1))
 
         async def nonsense(_):
             raise Unreadable("no")
 
         for i in range(5):
             with pytest.raises(InfraError, match="no verdict: no"):
-                await calls.verdict(str(i), nonsense, str)
+                await calls.answer(str(i), nonsense, str)
         return dict(calls.counts())
 
     assert asyncio.run(run()) == {"calls": 5, "garbage": 10, "retries": 5}

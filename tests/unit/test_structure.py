@@ -94,8 +94,9 @@ LEFT = {
     "trainer": {"errors", "types", "metrics", "model"},
     "serving": {"errors", "reading", "types", "concurrency", "model", "sampler"},
     "chat_models": {"errors", "types", "concurrency", "model", "envs", "sampler"},
+    "judging": {"errors", "types", "envs", "chat_models", "storage"},
     "rewards": {"errors", "reading", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
-                "storage"},
+                "judging", "storage"},
     "rollout": {"errors", "types", "concurrency", "sandbox", "model", "envs", "sampler", "serving", "trainer", "rewards"},
     "aot": {"errors", "types", "model", "sampler", "trainer"},
     "config": {"errors"},
@@ -104,13 +105,13 @@ LEFT = {
     "run": {"errors", "reading", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
             "rewards", "rollout", "recipe", "config", "trackers", "aot", "console", "storage"},
     "viewer": {"errors", "reading", "fields", "types", "metrics", "model", "serving", "storage", "run"},
-    "evaluation": {"errors", "reading", "types", "concurrency", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
+    "evaluation": {"errors", "reading", "types", "concurrency", "model", "envs", "sampler", "trainer", "chat_models", "judging", "rewards", "rollout",
                    "recipe", "console", "storage", "run"},
-    "data": {"errors", "types", "concurrency", "model", "envs", "sampler", "chat_models", "console", "storage"},
+    "data": {"errors", "types", "concurrency", "model", "envs", "sampler", "chat_models", "judging", "console", "storage"},
     "simulation": {"errors", "reading", "fields", "types", "concurrency", "model", "envs", "sampler", "trainer", "rollout", "recipe", "storage",
                    "run", "aot"},
     "recipes": {"errors", "reading", "fields", "types", "metrics", "concurrency", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
-                "rewards", "rollout", "recipe", "storage", "run", "evaluation", "data", "library"},
+                "judging", "rewards", "rollout", "recipe", "storage", "run", "evaluation", "data", "library"},
 }  # fmt: skip
 """What each room, or module at the root, may import besides itself; the loop, the verbs and `library`, which is the verbs as
 functions, may import everything."""

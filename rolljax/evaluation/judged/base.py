@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import abc
-import csv
+import collections
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rolljax.chat_models.base import ChatModelConfig
-from rolljax.envs.base import EnvSpec, PureEnv, Runs, StepResult
-from rolljax.envs.data.rows import BadRow, find_files, open_rows
 from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.evaluation.judged.items import Item, ItemRecord, read_records
 from rolljax.evaluation.report import Estimate, estimate, table
 from rolljax.evaluation.settings import Attempts
-from rolljax.types import Message, Task
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """One request to a model."""
-
-    id: str
-    """Unique among the items."""
-    messages: tuple[Message, ...]
-    row: Mapping[str, Any]
-    """All columns of its record."""
+from rolljax.types import Message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,12 +121,24 @@ class JudgedBenchmark(abc.ABC):
         """Return a short name for tables."""
 
     @abc.abstractmethod
-    def items(self) -> tuple[Item, ...]:
+    def read_items(self) -> Sequence[Item]:
         """Return the items, in order.
 
         Raises:
           DataError: a record cannot be used, or the number of records does not fit the formulas.
         """
+
+    def items(self) -> tuple[Item, ...]:
+        """Return the items of `read_items`. Raises `DataError` if two have the same id, and as `read_items` does."""
+        items = tuple(self.read_items())
+        for name, times in collections.Counter(item.id for item in items).items():
+            if times > 1:
+                raise DataError(f"item {name!r} is there twice")
+        return items
+
+    def records(self, field: str) -> list[ItemRecord]:
+        """Return all records of the file that a setting names; see `read_records`."""
+        return read_records(getattr(self, field), f"{type(self).__name__}.{field}")
 
     @abc.abstractmethod
     def asks(self, item: Item, answer: str) -> Sequence[Ask]:
@@ -200,89 +198,3 @@ class JudgedEvaluation:
         """Return the mean of the means of `domains` with its interval, see `evaluation.report.estimate`."""
         how = Attempts(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
         return estimate(domains, how, share=share, one_trial=one_trial)
-
-
-# ---- items as tasks -------------------------------------------------------------------------------------------------
-
-
-class ItemEnv(EnvSpec):
-    """Items as tasks of one turn without a reward. A task holds an item's id and a hash, no text."""
-
-    runs: ClassVar[Runs] = "inline"
-
-    def __init__(self, domain: str, items: tuple[Item, ...]) -> None:
-        self.domain, self.items = domain, items
-
-    @property
-    def name(self) -> str:
-        return self.domain
-
-    def task(self, index: int) -> Task:
-        item = self.items[index % len(self.items)]
-        said = "\0".join(f"{m.role}\0{m.content}" for m in item.messages)
-        return Task(self.name, index % len(self.items), f"{item.id} {digest(said)}")
-
-    def make(self) -> ItemEpisode:
-        return ItemEpisode(self)
-
-
-class ItemEpisode(PureEnv):
-    """One item: any answer ends it."""
-
-    def __init__(self, spec: ItemEnv) -> None:
-        self._spec = spec
-
-    def reset(self, task: Task) -> tuple[Message, ...]:
-        return self._spec.items[task.index].messages
-
-    def step(self, action: str) -> StepResult:
-        return StepResult((), 0.0, terminated=True)
-
-    def reference_answer(self) -> str:
-        return ""
-
-
-# ---- records --------------------------------------------------------------------------------------------------------
-
-
-def digest(text: str) -> str:
-    """Return a replacement for a hidden text: `sha256:` and 64 hexadecimal digits."""
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_records(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return all records of a file with their places.
-
-    Raises:
-      ConfigError: there is no such file. DataError: it is broken.
-    """
-    if path.endswith(".csv") and Path(path).is_file():
-        with open(path, newline="", encoding="utf-8-sig") as f:
-            return [(f"{path}, row {i}", dict(row)) for i, row in enumerate(csv.DictReader(f))]
-    rows = open_rows(find_files(path, setting))
-    found = []
-    for i in range(len(rows)):
-        try:
-            found.append((rows.location(i), rows.row(i)))
-        except BadRow as e:
-            raise DataError(f"{rows.location(i)}: {e}") from None
-    return found
-
-
-def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the text in a column. Raises `DataError`: there is none."""
-    value = row.get(key)
-    if not isinstance(value, (str, int)) or isinstance(value, bool) or not str(value).strip():
-        raise DataError(f"{where}: has no text in {key!r}; its columns: {', '.join(map(str, row))}")
-    return str(value)
-
-
-def check_ids(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Return the items if their ids are unique. Raises `DataError`."""
-    seen: set[str] = set()
-    found = tuple(items)
-    for item in found:
-        if item.id in seen:
-            raise DataError(f"item {item.id!r} is there twice")
-        seen.add(item.id)
-    return found

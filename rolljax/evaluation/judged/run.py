@@ -21,7 +21,8 @@ import numpy as np
 from rolljax.chat_models.base import Asking
 from rolljax.errors import ConfigError
 from rolljax.evaluation.answers import JUDGEMENTS, AnswerLog
-from rolljax.evaluation.judged.base import Ask, Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
+from rolljax.evaluation.judged.base import Ask, Judged, JudgedEvaluation, JudgedReport
+from rolljax.evaluation.judged.items import Item, ItemEnv, digest
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
 from rolljax.evaluation.settings import Attempts, Benchmark

@@ -13,22 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from rolljax.envs.text import split_thinking
 from rolljax.errors import ConfigError, DataError, check_range
-from rolljax.evaluation.judged.base import (
-    Ask,
-    Item,
-    Judged,
-    JudgedBenchmark,
-    JudgedEvaluation,
-    JudgedReport,
-    JudgedTable,
-    check_ids,
-    read_records,
-    tagged,
-    text_of,
-)
-from rolljax.evaluation.judged.labels import split_thinking
+from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
+from rolljax.evaluation.judged.items import Item
 from rolljax.evaluation.statistics import resampled_means, wilson
+from rolljax.judging.prompts import tagged
 from rolljax.recipes.bsa import metrics
 from rolljax.types import Message
 
@@ -102,21 +92,21 @@ class Bsa(JudgedBenchmark):
     def name(self) -> str:
         return "BSA"
 
-    def items(self) -> tuple[Item, ...]:
+    def read_items(self) -> Sequence[Item]:
         found = []
-        for where, row in read_records(self.path, "Bsa.path"):
-            scenario = text_of(row, "dataset_name", where)
+        for row in self.records("path"):
+            scenario = row.text("dataset_name")
             if scenario not in TARGETS:
-                raise DataError(f"{where}: dataset_name is none of {', '.join(TARGETS)}")
-            text_of(row, "risk_summary", where)
-            found.append(Item(text_of(row, "id", where), (Message("user", text_of(row, "query", where)),), row))
+                raise DataError(f"{row.where}: dataset_name is none of {', '.join(TARGETS)}")
+            row.text("risk_summary")
+            found.append(Item(row.text("id"), (Message("user", row.text("query")),), row))
         there = collections.Counter(item.row["dataset_name"] for item in found)
         if there != collections.Counter(self.counts):
             raise DataError(
                 f"{self.path} holds {dict(there)}, but the shares are of {dict(self.counts)}: missing rows would count "
                 "as failures. For a part of the benchmark set Bsa.counts to its numbers"
             )
-        return check_ids(found)
+        return found
 
     def asks(self, item: Item, answer: str) -> Sequence[Ask]:
         thinking, said = split_thinking(answer)

@@ -17,21 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rolljax.envs.text import split_thinking
 from rolljax.errors import ConfigError, DataError, check_range
-from rolljax.evaluation.judged.base import (
-    Ask,
-    Item,
-    Judged,
-    JudgedBenchmark,
-    JudgedEvaluation,
-    JudgedReport,
-    JudgedTable,
-    check_ids,
-    read_records,
-    tagged,
-    text_of,
-)
-from rolljax.evaluation.judged.labels import split_thinking
+from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
+from rolljax.evaluation.judged.items import Item, ItemRecord
+from rolljax.judging.prompts import filled, tagged
 from rolljax.recipes.recgpt import metrics
 from rolljax.types import Message
 
@@ -113,18 +103,17 @@ class RecGpt(JudgedBenchmark):
     def name(self) -> str:
         return "RecGPT"
 
-    def items(self) -> tuple[Item, ...]:
-        known = read_catalogue(self.catalogue)
-        found = []
-        for where, row in read_records(self.path, "RecGpt.path"):
-            said = self.prompt.replace("{most}", str(self.most_tags)).replace(
-                "{history}", text_of(row, "history", where)
-            )
-            target = text_of(row, "target", where)
+    def read_items(self) -> Sequence[Item]:
+        if not self.catalogue:
+            raise ConfigError("names no file of items", setting="RecGpt.catalogue", remedy="name one")
+        known, found = read_catalogue(self.records("catalogue")), []
+        for row in self.records("path"):
+            said = filled(self.prompt, {"most": str(self.most_tags), "history": row.text("history")})
+            target = row.text("target")
             if target not in known.order:
-                raise DataError(f"{where}: the target {target!r} is not in the catalogue")
-            found.append(Item(text_of(row, "id", where), (Message("user", said),), row | {"catalogue": known}))
-        return check_ids(found)
+                raise DataError(f"{row.where}: the target {target!r} is not in the catalogue")
+            found.append(Item(row.text("id"), (Message("user", said),), row | {"catalogue": known}))
+        return found
 
     def asks(self, item: Item, answer: str) -> Sequence[Ask]:
         if not self.rubric:
@@ -217,24 +206,21 @@ def read_tags(answer: str, most: int) -> list[str]:
     return list(dict.fromkeys(tag for tag in found if 0 < len(tag) <= 100))[:most]
 
 
-def read_catalogue(path: str) -> ItemCatalog:
-    """The items of a file.
+def read_catalogue(rows: Iterable[ItemRecord]) -> ItemCatalog:
+    """Return the items of a file.
 
     Raises:
-      ConfigError: there is no such file. DataError: a record is no item.
+      DataError: a record is no item.
     """
-    if not path:
-        raise ConfigError("names no file of items", setting="RecGpt.catalogue", remedy="name one")
     categories: dict[str, str] = {}
     users: dict[str, int] = {}
     order: dict[str, int] = {}
     tags: dict[str, list[str]] = collections.defaultdict(list)
-    for where, row in read_records(path, "RecGpt.catalogue"):
-        name = text_of(row, "id", where)
-        every = row.get("tags")
+    for row in rows:
+        name, every = row.text("id"), row.get("tags")
         if name in order or not isinstance(every, list):
-            raise DataError(f"{where}: {'is there twice' if name in order else 'has no list in tags'}")
-        order[name], categories[name] = len(order), text_of(row, "category", where)
+            raise DataError(f"{row.where}: {'is there twice' if name in order else 'has no list in tags'}")
+        order[name], categories[name] = len(order), row.text("category")
         users[name] = max(1, int(row.get("users") or 0))
         for tag in dict.fromkeys(str(t).strip().lower() for t in every):
             tags[tag].append(name)

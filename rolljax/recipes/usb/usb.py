@@ -17,21 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rolljax.envs.text import split_thinking
 from rolljax.errors import ConfigError, DataError
-from rolljax.evaluation.judged.base import (
-    Ask,
-    Item,
-    Judged,
-    JudgedBenchmark,
-    JudgedEvaluation,
-    JudgedReport,
-    JudgedTable,
-    check_ids,
-    read_records,
-    tagged,
-    text_of,
-)
-from rolljax.evaluation.judged.labels import split_thinking
+from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
+from rolljax.evaluation.judged.items import Item, ItemRecord
+from rolljax.judging.prompts import tagged
 from rolljax.recipes.usb import metrics
 from rolljax.types import Message
 
@@ -84,8 +74,8 @@ class Usb(JudgedBenchmark):
     def _text_key(self) -> str:
         return "text" if self.language == "en" else "text_zh"
 
-    def items(self) -> tuple[Item, ...]:
-        found = [self._item(where, row) for where, row in read_records(self.path, "Usb.path")]
+    def read_items(self) -> Sequence[Item]:
+        found = [self._item(row) for row in self.records("path")]
         items = [item for item in found if item is not None]
         full = {item.row["cell"] for item in items}
         if empty := [f"{kind} {combination}" for kind, combination in CELLS if (kind, combination) not in full]:
@@ -93,32 +83,28 @@ class Usb(JudgedBenchmark):
                 f"{self.path} has no item in {', '.join(empty)}: the safety rate is the mean of all 12 cells"
             )
         probes = [
-            Item(
-                f"{PROBE} {text_of(row, 'id', where)}",
-                (Message("user", text_of(row, self._text_key, where)),),
-                {PROBE: True},
-            )
-            for where, row in read_records(self.probes, "Usb.probes")
+            Item(f"{PROBE} {row.text('id')}", (Message("user", row.text(self._text_key)),), {PROBE: True})
+            for row in self.records("probes")
         ]
-        return check_ids([*items, *probes])
+        return [*items, *probes]
 
-    def _item(self, where: str, row: Mapping[str, Any]) -> Item | None:
+    def _item(self, row: ItemRecord) -> Item | None:
         """The item of a record; None where its image is missing."""
-        kind = text_of(row, "level1_category", where)
+        kind = row.text("level1_category")
         if kind not in KINDS:
-            raise DataError(f"{where}: level1_category is none of {', '.join(KINDS)}")
+            raise DataError(f"{row.where}: level1_category is none of {', '.join(KINDS)}")
         risky = {}
         for part in ("img_risk", "text_risk"):
             if str(row.get(part)) not in ("0", "1"):
-                raise DataError(f"{where}: {part} is neither 0 nor 1")
+                raise DataError(f"{row.where}: {part} is neither 0 nor 1")
             risky[part] = str(row[part]) == "1"
         combination = f"{'RS'[not risky['img_risk']]}I{'RS'[not risky['text_risk']]}T"
-        text = text_of(row, self._text_key, where)
+        text = row.text(self._text_key)
         if self.image_key:
             if not str(row.get(self.image_key) or "").strip():
                 return None
             text = f"[Picture: {row[self.image_key]}]\n{text}"
-        name = text_of(row, "id", where)
+        name = row.text("id")
         return Item(name, (Message("user", text),), {"cell": (kind, combination)})
 
     def asks(self, item: Item, answer: str) -> Sequence[Ask]:
@@ -176,7 +162,7 @@ class Usb(JudgedBenchmark):
             f"{self.temperature:g}. {how.confidence:.0%} intervals: SR by bootstrap within cells, or Wilson's where "
             "all cells are 0 or all 1; the others Wilson's.",
         )
-        if self.image_key and (skipped := len(read_records(self.path, "Usb.path")) - counted["items"]):
+        if self.image_key and (skipped := len(self.records("path")) - counted["items"]):
             notes.append(f"{skipped} item(s) without {self.image_key} are left out.")
         return JudgedReport(self.name, tables, {k: x for k, x in numbers.items() if not math.isnan(x)}, notes)
 
