@@ -50,7 +50,11 @@ def told_settings():
                 m: row for row in table_rows(body) if len(row) == 4 for m in re.findall(r"^`(\w+)`$", row[0])
             }
             more[heading] = re.findall(r"^It has the settings of \[(\w+)\]", body, re.M)
-    return {name: {k: v for part in (*more[name], name) for k, v in own[part].items()} for name in own}
+
+    def told(name):
+        return {k: v for base in more[name] for k, v in told(base).items()} | own[name]
+
+    return {name: told(name) for name in own}
 
 
 def test_the_reference_has_every_setting():
