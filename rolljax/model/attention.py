@@ -61,7 +61,7 @@ class Attend(Protocol):
 
 
 def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Grouped-query attention with a boolean mask; softmax in float32. Returns `[B, T, H, C]` in q's dtype.
+    """Compute grouped-query attention with a boolean mask, softmax in float32. Return `[B, T, H, C]` in q's dtype.
 
     The queries that share a key head are rows of one matrix, and the softmax is divided after the values are mixed: a
     pass over `[T, S]` less.
@@ -80,7 +80,7 @@ def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS:
 def in_blocks(
     q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array, *, causal: bool
 ) -> jax.Array:
-    """`attention` of a few blocks of queries, one after the other.
+    """Compute `attention` for a few blocks of queries, one after the other.
 
     causal: the queries are all of their rows and see no later key: each block takes only the keys up to its end.
     """
@@ -143,8 +143,12 @@ def in_pieces(
     size: int,
     causal: bool,
 ) -> jax.Array:
-    """`attention` of `size` queries at a time. Memory is linear in the rows' length, in the backward pass too, which
-    computes the scores of each piece again. causal: as in `in_blocks`; a few blocks then differ in their keys."""
+    """Compute `attention` for `size` queries at a time.
+
+    Memory is linear in the length of a row, also in the backward pass, which recomputes the scores of each piece.
+
+    causal: as in `in_blocks`; a few blocks then differ in their keys.
+    """
     B, T, H, C = q_BTHC.shape
     k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (k_BSKC, v_BSKC))  # so their gradients are summed in float32
     block = -(-T // (MAX_BLOCKS * size)) * size if causal else T
@@ -166,10 +170,10 @@ def in_pieces(
 
 
 def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
-    """Who sees whom in packed rows: `[B, T, T]`, True where query t may see key s.
+    """Return which tokens of packed rows see each other: `[B, T, T]`, True where query t may see key s.
 
     A segment is one group: its shared prompt (branch 0) comes first, then each sibling's own tokens (branch 1, 2, ...).
-    A token sees what stands before it in its own segment, if that is the shared prompt or its own branch. Padding is
+    A token sees the earlier tokens of its segment that belong to the shared prompt or to its own branch. Padding is
     segment 0 and sees only padding.
     """
     tokens = TokenPositions.of(jnp.zeros_like(segment_ids_BT), segment_ids_BT, branch_ids_BT)
@@ -177,7 +181,7 @@ def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Arra
 
 
 def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax.Array | bool:
-    """Which keys are near enough, by position: `[B, T, S]`."""
+    """Return which keys are inside the window of each query, by position: `[B, T, S]`."""
     if window is None or window.size is None:
         return True
     near = query_BT[:, :, None] - key_BS[:, None, :] < window.size
@@ -187,7 +191,8 @@ def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax
 def packed(
     segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.Array, how: Implementation = "auto"
 ) -> Attend:
-    """Attention inside packed training rows, on the mesh of `axes.on_mesh`. Positions count for layers with a window.
+    """Return the attention inside packed training rows, on the mesh of `axes.on_mesh`. Layers with a window use the
+    positions.
 
     Raises, when it is called:
       ConfigError: `how` cannot run there.
@@ -249,7 +254,7 @@ def _windowed_pieces(
     size: int,
     causal: bool,
 ) -> jax.Array:
-    """`in_pieces`, its window as an array and a size, which is what `_on_shards` passes on."""
+    """Call `in_pieces` with a window given as array and size, the form that `_on_shards` passes on."""
     return in_pieces(q_BTHC, k_BSKC, v_BSKC, query, key, Window(window_size, on), size=size, causal=causal)
 
 
@@ -261,8 +266,11 @@ def _on_shards(
     by_key: Any = None,
     *others: jax.Array,
 ) -> jax.Array:
-    """`local(q, k, v, by_query, by_key, *others)`: on every device its rows and heads, its part of the queries, and all
-    keys. Arrays of `by_query` are `[B, T, ...]`, of `by_key` `[B, S, ...]`; `None` is left out."""
+    """Compute `local(q, k, v, by_query, by_key, *others)` on every device for its rows and heads, its part of the
+    queries and all keys.
+
+    Arrays of `by_query` are `[B, T, ...]`, of `by_key` `[B, S, ...]`; a `by_key` of None is not passed.
+    """
     rest = (by_query, *((by_key,) if by_key is not None else ()), *others)
     if mesh is None or mesh.size == 1:
         return local(*qkv, *rest)

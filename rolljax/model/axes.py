@@ -66,10 +66,10 @@ _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", defa
 
 
 def spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec:
-    """How an array with these axes is split over a mesh.
+    """Return how an array with these axes is split over a mesh.
 
     Raises:
-      ConfigError: a name that is in no table, or two names of one array on the same mesh axis.
+      ConfigError: a name is in no table, or two names of one array are on the same mesh axis.
     """
     used: dict[str, str] = {}
     entries: list[tuple[str, ...] | str | None] = []
@@ -94,7 +94,7 @@ def spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """While this is open, what is traced is meant for `mesh` (None: for one device)."""
+    """Trace for `mesh` inside this context (None: for one device)."""
     token = _mesh.set(mesh)
     try:
         yield
@@ -103,12 +103,12 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of `on_mesh`."""
+    """Return the mesh that `on_mesh` has set."""
     return _mesh.get()
 
 
 def constrain(x: jax.Array, *names: str | None, rules: Rules = ACTIVATION_RULES) -> jax.Array:
-    """`x`, its axes placed by their names (None: not split)."""
+    """Return `x` with its axes sharded by their names (None: not split)."""
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x
@@ -116,6 +116,6 @@ def constrain(x: jax.Array, *names: str | None, rules: Rules = ACTIVATION_RULES)
 
 
 def is_gathered() -> bool:
-    """Whether layers gather the weights they compute with."""
+    """Return whether layers gather their weights before they compute with them."""
     mesh = current_mesh()
     return mesh is not None and any(mesh.shape.get(axis, 1) > 1 for axis in PARAM_RULES["embed"])

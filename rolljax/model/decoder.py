@@ -111,14 +111,14 @@ class DecoderConfig(abc.ABC):
 
     @abc.abstractmethod
     def layers(self, rngs: nnx.Rngs) -> Layers:
-        """The layers, with random weights."""
+        """Return the layers, with random weights."""
 
     def embedded(self, x_BTD: jax.Array) -> jax.Array:
-        """What enters the first layer, of rows of the embedding."""
+        """Scale rows of the embedding as the first layer expects them. Default: unchanged."""
         return x_BTD
 
     def final_norm(self, x_BTD: jax.Array, scale: jax.Array) -> jax.Array:
-        """The norm after the last layer."""
+        """Apply the norm after the last layer."""
         return rms_norm(x_BTD, scale, self.rms_norm_eps)
 
     norm_std: ClassVar[float | None] = None
@@ -129,7 +129,7 @@ class DecoderConfig(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_folder(cls, raw: Folder) -> Self:
-        """The shape that `config.json` describes.
+        """Return the shape that `config.json` describes.
 
         Raises:
           CheckpointError: a field is missing, or asks for something this family does not compute.
@@ -137,11 +137,11 @@ class DecoderConfig(abc.ABC):
 
     @abc.abstractmethod
     def to_folder(self) -> Mapping[str, Any]:
-        """The family's part of `config.json`."""
+        """Return the family's part of `config.json`."""
 
     @abc.abstractmethod
     def layer_tensors(self) -> Iterator[Tensor]:
-        """Tensors of one layer."""
+        """Yield the tensors of one layer."""
 
 
 class Out(NamedTuple):
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
         return self.cfg.final_norm(x_BTD, self.norm[...])
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Next-token logits `[..., V]` in float32 of hidden states `[..., D]`."""
+        """Return the next-token logits `[..., V]` in float32 of hidden states `[..., D]`."""
         head = self.head_matrix
         logits = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return softcapped(logits, self.cfg.final_softcap)
@@ -244,7 +244,7 @@ def _stacked(trees: list[Any]) -> Any:
 
 
 def softcapped(logits: jax.Array, cap: float | None) -> jax.Array:
-    """Logits that never pass `cap`; as they are if it is None."""
+    """Return the logits squashed into `(-cap, cap)`; unchanged if `cap` is None."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -265,19 +265,19 @@ class Model:
     weights (`full_params`)."""
 
     def init(self, seed: int) -> Params:
-        """Random parameters, a nested dict of float32 arrays."""
+        """Return random parameters, a nested dict of float32 arrays."""
         if self.lora:
             return self.lora.init(seed, self.plain.axes(), self.plain.abstract())
         return nnx.to_pure_dict(nnx.state(self._module(seed), nnx.Param))
 
     def abstract(self) -> Params:
-        """Shapes and dtypes of the parameters, nothing allocated."""
+        """Return the shapes and dtypes of the parameters without allocating them."""
         if self.lora:
             return jax.eval_shape(lambda: self.init(0))
         return nnx.to_pure_dict(self._empty()[1])
 
     def axes(self) -> Params:
-        """Logical axis names of every parameter, same tree."""
+        """Return the logical axis names of every parameter, in the tree of the parameters."""
         if self.lora:
             return self.lora.axes(self.plain.axes())
         names = jax.tree.map(
@@ -288,7 +288,7 @@ class Model:
         return nnx.to_pure_dict(names)
 
     def bind(self, params: Params) -> Decoder:
-        """The module with these parameters; use it inside a jitted function."""
+        """Return the module with these parameters, for use inside a jitted function."""
         beside: dict[str, jax.Array] = {}
         if isinstance(params, Adapted):
             params, beside = params.parts()
@@ -300,11 +300,11 @@ class Model:
         return decoder
 
     def num_params(self) -> int:
-        """Number of the decoder's parameters, without adapters."""
+        """Return the number of the decoder's parameters, without adapters."""
         return sum(x.size for x in jax.tree.leaves(self.plain.abstract()))
 
     def computed(self, params: Params) -> Params:
-        """Matrices of a plain decoder in the compute dtype. Norm scales stay float32, int8 stays int8.
+        """Cast the matrices of a plain decoder to the compute dtype. Norm scales stay float32, int8 stays int8.
 
         Matrices are cast where they are used, so casting them here changes nothing.
         """
@@ -323,21 +323,22 @@ class Model:
         return dataclasses.replace(self, lora=None)
 
     def base(self, params: Params) -> Base:
-        """Frozen base weights for the adapters, of a plain decoder's parameters."""
+        """Return the frozen base weights for the adapters, made from a plain decoder's parameters."""
         assert self.lora
         base = self.lora.base(self.plain.axes(), params)
         return dataclasses.replace(base, params=self.computed(base.params))
 
     def full_params(self, params: Params, base: Base | None) -> Params:
-        """What `bind` takes, of what is trained and, with adapters, what is frozen."""
+        """Combine the trained parameters with the frozen base (only with adapters) into the parameters that `bind`
+        takes."""
         if self.lora is None:
             return params
         assert base is not None
         return Adapted(base, params)
 
     def merged(self, params: Params, dtype: Dtype = "float32") -> Params:
-        """Parameters of the plain decoder that computes the same as `full_params`; maps with adapters or of int8 become
-        `dtype`."""
+        """Return the parameters of the plain decoder that computes the same as `full_params`. Maps with adapters or in
+        int8 become `dtype`."""
         return merged(self.lora, params, dtype) if self.lora else params
 
     @property
@@ -357,12 +358,12 @@ class Model:
         return Decoder(self.cfg, self.dtype, self.remat, rngs=nnx.Rngs(seed))
 
     def _empty(self) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-        """The module's structure, and its state of shapes, which is the caller's."""
+        """Return the structure of the module and its state of shapes; the caller may change the state."""
         graph, state = _traced(self.plain)
         return graph, jax.tree.map(lambda x: x, state)
 
 
 @functools.lru_cache(maxsize=32)
 def _traced(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """`Model._empty` of a plain model. Every program that is traced asks for it."""
+    """Return `Model._empty` of a plain model. Cached, because every traced program needs it."""
     return nnx.split(nnx.eval_shape(lambda: model._module(0)))

@@ -24,12 +24,12 @@ HEAD_BYTES = 1 << 20
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder.
+    """Return the path of the file `name` in a folder.
 
     Links may lead to other files of the folder, and from a snapshot of the Hugging Face cache to its blobs.
 
     Raises:
-      CheckpointError: it is no plain name, or a link that leads elsewhere.
+      CheckpointError: `name` is no plain file name, or the file is a link that leads elsewhere.
     """
     path = folder / name
     if Path(name).name != name or name in ("", "..") or "\0" in name or "\\" in name:
@@ -56,10 +56,10 @@ def copied(folder: Path, name: str, to: Path) -> bool:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-      CheckpointError: `path` is not `what`: no JSON object, nested too deeply, a key twice, a number that is not
+      CheckpointError: `path` is not `what`: no JSON object, nested too deeply, a duplicate key, a number that is not
         finite.
     """
     try:
@@ -72,19 +72,19 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object of finite numbers and whole characters in which no key stands twice. Raises `ValueError` for
-    anything else."""
+    """Parse a JSON object with finite numbers, valid Unicode and no duplicate keys. Raise `ValueError` for anything
+    else."""
     try:
         found = json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("JSON is nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError("not a JSON object")
     if _HALVES.search(text):
         try:
             json.dumps(found, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+            raise ValueError("contains half of a surrogate pair, which is no character") from None
     return found
 
 
@@ -100,9 +100,9 @@ def _finite(text: str) -> float:
 
 @contextlib.contextmanager
 def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for work on `total` bytes, gone when it is done; nothing where there is no terminal.
+    """Show a progress bar on stderr for work on `total` bytes, only on a terminal, and remove it at the end.
 
-    Its value is called with the bytes that are done. shown: False shows nothing.
+    Yields a function that takes the number of bytes just done. shown: False shows nothing.
     """
     from rich.console import Console as Rich
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -116,7 +116,8 @@ def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[
 
 
 def folder_digest(folder: Path) -> str:
-    """Of a model folder's config and of the first bytes of its weights, in hexadecimal: tells models apart."""
+    """Return a hexadecimal digest of a model folder's config and of the first bytes of its weights. It tells models
+    apart."""
     found = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         with open(path, "rb") as f:

@@ -22,7 +22,7 @@ MOST_LAYERS = 2**16
 
 
 def folder_remedy(name: str) -> str:
-    """What to do where `name` is no model folder."""
+    """Return advice for a user whose `name` is no model folder."""
     if Path(name).parts[:1] == ("runs",):
         return "a run folder holds a model once its run has ended: train it first, or name another"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
@@ -40,10 +40,10 @@ class Folder:
     fields: Mapping[str, Any]
 
     def get(self, name: str, default: Any = _NEEDED) -> Any:
-        """A field; null counts as absent.
+        """Return a field; null counts as absent.
 
         Raises:
-          CheckpointError: it is absent and has no default.
+          CheckpointError: the field is absent and has no default.
         """
         value = self.fields.get(name)
         if value is None:
@@ -53,10 +53,10 @@ class Folder:
         return value
 
     def count(self, name: str, default: Any = _NEEDED, most: int = MOST) -> int:
-        """A field that counts something.
+        """Return a field that is a positive integer.
 
         Raises:
-          CheckpointError: as `get`, or it is no positive integer, or more than `most`.
+          CheckpointError: as `get`, or the field is no positive integer, or more than `most`.
         """
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -66,27 +66,27 @@ class Folder:
         return value
 
     def number(self, name: str, default: Any = _NEEDED, *, positive: bool = True) -> float:
-        """A field that measures something.
+        """Return a numeric field as a float.
 
         Raises:
-          CheckpointError: as `get`, or it is no number, or not above 0 (not positive: below 0), or beyond 10^30.
+          CheckpointError: as `get`, or the field is no number, not above 0 (positive=False: below 0), or beyond 10^30.
         """
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e30:
-            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no number that it can be")
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is not a number from 0 to 1e30")
         if positive and value == 0:
             raise CheckpointError(f"{self.path}: {name} = {_shown(value)} must be above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A field that is true or false. Raises `CheckpointError` for anything else."""
+        """Return a field that is true or false. Raise `CheckpointError` for anything else."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is neither true nor false")
         return value
 
     def table(self, name: str, default: Any = _NEEDED) -> Folder:
-        """A field that has fields of its own. Raises `CheckpointError` as `get`, or if it has none."""
+        """Return a field that is a JSON object. Raise `CheckpointError` as `get`, or if it is no object."""
         value = self.get(name, default)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is not a JSON object")
@@ -99,7 +99,8 @@ class Folder:
                 raise CheckpointError(f"{self.path}: {name} = {_shown(self.fields.get(name))} is not supported")
 
     def rope(self) -> Folder:
-        """Rotary settings, as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) write them."""
+        """Return the rotary settings, as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)
+        writes them."""
         name = "rope_parameters" if self.get("rope_parameters", None) else "rope_scaling"
         table = self.table(name, {})
         found = dict(table.fields)
@@ -108,10 +109,10 @@ class Folder:
         return Folder(table.path, found)
 
     def shape(self) -> dict[str, Any]:
-        """The fields of `DecoderConfig` that are called the same everywhere.
+        """Return the fields of `DecoderConfig` that have the same names in every family.
 
         Raises:
-          CheckpointError: a field is missing or counts nothing, or the weights are quantised.
+          CheckpointError: a field is missing or is no positive count, or the weights are quantised.
         """
         self.refuse(quantization_config="quantization_config" in self.fields)
         heads, hidden = self.count("num_attention_heads"), self.count("hidden_size")
@@ -145,7 +146,7 @@ class Folder:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, whatever it is."""
+    """Return the text of any value for a message."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
@@ -168,17 +169,17 @@ class Multimodal:
     """Default values for settings that `text_config` may leave out."""
 
     def text(self, raw: Folder) -> Folder:
-        """`config.json` of the text part."""
+        """Return the part of `config.json` that describes the text model."""
         outside = {k: raw.fields[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw.fields}
         return Folder(raw.path, {**self.defaults, **outside, **raw.table("text_config").fields})
 
     def name(self, name: str) -> str | None:
-        """What a tensor is called in a folder of text only; None if it belongs to another part."""
+        """Return the name of a tensor in a text-only folder; None if the tensor belongs to another part."""
         return None if name.startswith(self.others) else name.removeprefix(self.prefix)
 
 
 def written_shape(cfg: Any) -> dict[str, Any]:
-    """The inverse of `Folder.shape`."""
+    """Return the fields of `config.json` for a shape: the inverse of `Folder.shape`."""
     return {
         "vocab_size": cfg.vocab_size,
         "num_hidden_layers": cfg.num_layers,
@@ -196,7 +197,7 @@ def written_shape(cfg: Any) -> dict[str, Any]:
 
 
 def written_plain(cfg: Any) -> dict[str, Any]:
-    """The inverse of `Folder.plain`."""
+    """Return the fields of `config.json` for a plain decoder: the inverse of `Folder.plain`."""
     return written_shape(cfg) | {
         "rope_theta": cfg.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
@@ -206,7 +207,7 @@ def written_plain(cfg: Any) -> dict[str, Any]:
 
 
 def same(w: np.ndarray) -> np.ndarray:
-    """A tensor as it is."""
+    """Return a tensor unchanged."""
     return w
 
 
@@ -229,17 +230,17 @@ class Tensor:
 
 
 def turned(w: np.ndarray) -> np.ndarray:
-    """A matrix transposed."""
+    """Return a matrix transposed."""
     return w.T
 
 
 def transposed(ours: str, theirs: str, expert: int | None = None) -> Tensor:
-    """A linear map `[out, in]` that is `[in, out]` here."""
+    """Return the tensor of a linear map that is `[out, in]` in the folder and `[in, out]` here."""
     return Tensor(ours, f"{theirs}.weight", turned, turned, expert)
 
 
 def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False) -> list[Tensor]:
-    """Tensors of `Layers.declare_attention`, by the names that all families here give them."""
+    """Return the tensors of `Layers.declare_attention`, with the names that all families here use."""
     D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
     def into_heads(name: str, n: int) -> list[Tensor]:
@@ -269,7 +270,7 @@ def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False)
 
 
 def ffn_tensors(norm: str = "post_attention_layernorm") -> list[Tensor]:
-    """Tensors of `Layers.declare_ffn`."""
+    """Return the tensors of `Layers.declare_ffn`."""
     return [
         Tensor("ffn_norm", f"{norm}.weight"),
         *(transposed(name, f"mlp.{name}_proj") for name in ("gate", "up", "down")),

@@ -10,10 +10,10 @@ from rolljax.model.axes import ACTIVATION_RULES, PARAM_RULES, current_mesh, spec
 
 
 def embedded(table_VD: jax.Array, ids_BT: jax.Array, dtype: str) -> jax.Array:
-    """Rows of the embedding, `[B, T, D]` of `dtype`; their gradient is added up in the table's own dtype.
+    """Look up rows of the embedding, `[B, T, D]` of `dtype`; their gradient is summed in the table's own dtype.
 
-    On a mesh the ids travel to the columns of the table, and the columns of the rows that they name travel back: the
-    table stays where it is.
+    On a mesh every device sends its token ids to the devices that hold the table's columns and receives the columns of
+    these rows: the table is not moved.
     """
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
@@ -75,5 +75,5 @@ def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
 
 
 def _split(mesh: Mesh, *axes: str) -> tuple[str, ...]:
-    """The axes, of those named, that split anything on this mesh."""
+    """Return those of the axes that split anything on this mesh."""
     return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)

@@ -45,7 +45,7 @@ def check_growth(tokenizer: Mapping[str, Any], path: Path) -> None:
 
 
 def _steps(found: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part, those of sequences within sequences too, in their order."""
+    """Yield the steps of a part in their order, including the steps of nested sequences."""
     waiting = [found]
     while waiting:
         step = waiting.pop()
@@ -60,7 +60,7 @@ def _steps(found: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _factor(step: Mapping[str, Any]) -> float:
-    """Most bytes that a step makes of one."""
+    """Return the most bytes that a step makes of one byte."""
     kind, content, pattern = step.get("type"), step.get("content"), step.get("pattern")
     if kind == "Replace" and isinstance(content, str):
         literal = pattern.get("String") if isinstance(pattern, dict) else None

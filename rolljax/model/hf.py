@@ -44,10 +44,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """The decoder's shape from `config.json`; of a multimodal folder, that of its text part.
+    """Return the decoder's shape from `config.json`; for a multimodal folder, the shape of its text part.
 
     Raises:
-      CheckpointError: no such file, an unknown architecture, or a feature its family does not compute.
+      CheckpointError: the file is missing, the architecture is unknown, or the family does not compute a feature.
     """
     family, raw, multimodal = _described(Path(folder))
     try:
@@ -57,18 +57,19 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def is_classifier(folder: str | Path) -> bool:
-    """Whether a folder says that it holds a sequence classifier."""
+    """Return whether the config of a folder names a sequence classifier."""
     path = inside(Path(folder), "config.json")
     named = read_json(path, "JSON that describes a model").get("architectures") if path.is_file() else None
     return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
 
 
 def read_value_config(folder: str | Path) -> DecoderConfig:
-    """The shape of the decoder in a folder of a sequence classifier with one label, as reward models are; it has no
-    head, so that its embedding counts as one.
+    """Return the shape of the decoder in the folder of a sequence classifier with one label, the form of reward models.
+
+    The decoder has no head, so the embedding is used in its place.
 
     Raises:
-      CheckpointError: as `read_config`, or it is no classifier, or has another number of labels.
+      CheckpointError: as `read_config`, or the model is no classifier, or has another number of labels.
     """
     family, raw, _ = _described(Path(folder), classifier=True)
     named = raw.table("id2label", {}).fields
@@ -82,9 +83,9 @@ def read_value_config(folder: str | Path) -> DecoderConfig:
 
 
 def _described(folder: Path, *, classifier: bool = False) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
-    """The family that reads a folder, its `config.json` in full, and how it is wrapped.
+    """Return the family that reads a folder, its whole `config.json`, and its multimodal wrapper if it has one.
 
-    classifier: the folder is one of a sequence classifier, whose architecture is named after that of the decoder.
+    classifier: the folder holds a sequence classifier, whose architecture is named after the decoder's.
     """
     path = inside(folder, "config.json")
     if not path.is_file():
@@ -109,13 +110,13 @@ def _described(folder: Path, *, classifier: bool = False) -> tuple[type[DecoderC
 
 
 def decoder_module(folder: str | Path) -> str:
-    """What `transformers` calls the decoder inside the model that it makes of a folder."""
+    """Return the name that `transformers` gives the decoder inside the model it makes of a folder."""
     multimodal = _described(Path(folder))[2]
     return multimodal.module if multimodal else "model"
 
 
 def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -> dict[str, Any]:
-    """`config.json` for `transformers`, as it reads in versions 4 and 5."""
+    """Return `config.json` for versions 4 and 5 of `transformers`."""
     return {
         "architectures": [cfg.architecture],
         "model_type": cfg.model_type,
@@ -138,7 +139,7 @@ class FolderTensor:
 
 
 def entries(cfg: DecoderConfig) -> Iterator[FolderTensor]:
-    """Every tensor of the folder."""
+    """Yield every tensor of the folder."""
     yield FolderTensor(EMBEDDING, ("embed",), (), same, same)
     yield FolderTensor("model.norm.weight", ("norm",), (), same, same)
     if not cfg.tie_embeddings:
@@ -156,18 +157,19 @@ def entries(cfg: DecoderConfig) -> Iterator[FolderTensor]:
 def load(
     folder: str | Path, model: Model, shardings: Params, *, computed: bool = False, beside: tuple[str, ...] = ()
 ) -> Params:
-    """Parameters of a folder as device arrays in their shardings; those of the plain decoder, whatever its adapters.
+    """Load the parameters of a folder as device arrays in their shardings: the plain decoder's, also if the model has
+    adapters.
 
-    On the host there is no more at a time than a layer's part of a parameter (or an embedding) that one device wants,
-    in the dtype of the file; device arrays are filled in place. Processes of a cluster read what their devices want.
+    The host holds at most one layer of one parameter (or an embedding) for one device at a time, in the dtype of the
+    file; device arrays are filled in place. In a cluster each process reads only what its devices need.
 
     Args:
-      computed: matrices in the model's compute dtype, as `Model.computed` makes them; else all is float32.
+      computed: return matrices in the model's compute dtype, as `Model.computed` does; otherwise all is float32.
       beside: names of further tensors that the files may hold; they are not read.
 
     Raises:
-      CheckpointError: unreadable files, or the names of all tensors that are missing, unknown, no floats, or of another
-        shape than `config.json` says.
+      CheckpointError: files are unreadable, or tensors are missing, unknown, not floats, or of another shape than
+        `config.json` says. The message names all of them.
     """
     model, like = model.plain, model.plain.abstract()
     stored, expected = _audited(folder, model, like, beside)
@@ -192,8 +194,9 @@ def load(
 
 
 def load_value(folder: str | Path, model: ValueModel, shardings: Params) -> Params:
-    """Parameters of a sequence classifier with one label, matrices in the model's compute dtype; `shardings` are those
-    of `model.abstract()`. Its head has no bias.
+    """Load the parameters of a sequence classifier with one label, with matrices in the model's compute dtype.
+
+    `shardings` has the tree of `model.abstract()`. The head has no bias.
 
     Raises:
       CheckpointError: as `load`.
@@ -210,7 +213,7 @@ def load_value(folder: str | Path, model: ValueModel, shardings: Params) -> Para
 
 
 def check(folder: str | Path, model: Model) -> tuple[int, int]:
-    """Whether `load` will find every tensor, from the files' headers alone; returns how many tensors and bytes.
+    """Check from the files' headers alone that `load` will find every tensor; return the number of tensors and bytes.
 
     Raises:
       CheckpointError: as `load`.
@@ -222,7 +225,7 @@ def check(folder: str | Path, model: Model) -> tuple[int, int]:
 def _audited(
     folder: str | Path, model: Model, like: Params, beside: tuple[str, ...] = ()
 ) -> tuple[Shards, list[FolderTensor]]:
-    """The tensors of a folder that are the model's, and what each of them is."""
+    """Return the folder's tensors after checking that they are the model's, and the list of the model's tensors."""
     stored = Shards(folder)
     if multimodal := _described(stored.folder, classifier=SCORE in beside)[2]:
         names = {multimodal.name(theirs): theirs for theirs in stored.tensors}
@@ -259,7 +262,7 @@ def _parameter(
     sharding: Sharding,
     advance: Callable[[int], None],
 ) -> jax.Array:
-    """One parameter, filled layer by layer."""
+    """Load one parameter, layer by layer."""
     is_stacked = bool(of_path[0].index)
     value = jnp.zeros(like.shape, like.dtype, device=sharding) if is_stacked else None
     for layer, group in itertools.groupby(sorted(of_path, key=lambda e: e.index), key=lambda e: e.index[:1]):
@@ -305,7 +308,7 @@ def _layer_part(
 def _on_devices(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """An array whose parts are read one after the other, each once."""
+    """Return an array whose parts are read one after the other, each once."""
     wanted = {
         device: tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -322,7 +325,8 @@ def _on_devices(
 
 @functools.lru_cache(maxsize=64)
 def _writer(order: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Callable[..., jax.Array]:
-    """`(parameter, part, layer)` to the parameter with that layer written in place; `(None, part)` to all of it."""
+    """Return a jitted function that writes a layer in place: `(parameter, part, layer)`; `(None, part)` makes the whole
+    parameter."""
     back = tuple(order.index(i) for i in range(len(order)))
 
     def write(value: jax.Array | None, part: jax.Array, layer: int | None = None) -> jax.Array:
@@ -386,7 +390,8 @@ def _planned(entry: FolderTensor, param: jax.Array, dtype: Dtype) -> Planned:
 
 @functools.lru_cache(maxsize=64)
 def _taker(to_theirs: Transform, dtype: Dtype, unsharded: Sharding | None) -> Callable[..., jax.Array]:
-    """`(parameter, layer, expert)` to a tensor of the folder, on every device if others do not see all of it."""
+    """Return a jitted function from `(parameter, layer, expert)` to a tensor of the folder; `unsharded` replicates it
+    on every device."""
 
     def take(value: jax.Array, *index: int) -> jax.Array:
         for i in index:

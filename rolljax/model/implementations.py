@@ -75,7 +75,7 @@ def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int
 
 
 def parts(mesh: Mesh | None) -> int:
-    """Into how many parts each row is split."""
+    """Return the number of parts into which the mesh splits each row."""
     return mesh.shape.get("context", 1) if mesh else 1
 
 

@@ -23,26 +23,27 @@ LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 
 def param(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
-    """A float32 parameter with its logical axis names (`model.axes`): normal of `std`; ones if that is None."""
+    """Create a float32 parameter with its logical axis names (`model.axes`): truncated normal of `std`, or ones if
+    `std` is None."""
     value = jnp.ones(shape) if std is None else std * jax.random.truncated_normal(key, -3, 3, shape)
     return nnx.Param(value, axes=axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32."""
+    """Apply the root-mean-square norm over the last axis, computed in float32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(scale.astype(x.dtype), range(x.ndim - scale.ndim))
 
 
 def rope_frequencies(head_dim: int, theta: float) -> jax.Array:
-    """Radians per position of each pair of a head's numbers, `[C / 2]`."""
+    """Return the radians per position of each pair of a head's numbers, `[C / 2]`."""
     half = head_dim // 2
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
 def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Rotary position embedding, halves convention (as in `transformers`)."""
+    """Apply rotary position embedding in the halves convention (as in `transformers`)."""
     angle = positions_BT[..., None].astype(jnp.float32) * frequencies[None, None]
     sin, cos = jnp.sin(angle)[:, :, None, :], jnp.cos(angle)[:, :, None, :]
     a, b = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
@@ -50,14 +51,14 @@ def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> 
 
 
 def matmul(x: jax.Array, w: jax.Array, names: tuple[str, str]) -> jax.Array:
-    """`x [..., in]` times `w`, whose axes are the inputs' and then the outputs', flat and cast to x's dtype.
+    """Multiply `x [..., in]` by `w`, flattened to `[in, out]` and cast to x's dtype.
 
-    On a mesh `w`, whose flat axes have these names, is gathered from where its parts lie, once forward and once
-    backward; its gradient leaves the matrix unit in w's dtype and is summed over devices in it: float32, because in
-    bfloat16 every addition on the way round a ring would round.
+    `names` are the logical names of the two flat axes. On a mesh `w` is gathered from its shards, once forward and once
+    backward. The gradient of `w` is summed over devices in float32: in bfloat16 every addition of a ring reduction
+    would round.
 
-    Where nothing is gathered, what is kept for the backward pass is `w` as it was given: of a scan over layers that is
-    the parameter itself, where a flat or cast one would be a copy of it.
+    Without a gather, the backward pass keeps the original `w`: in a scan over layers that is the parameter itself,
+    where a flat or cast one would be a copy.
     """
     return _matmul(x, w, (names, w.shape, w.dtype))
 
@@ -72,7 +73,7 @@ def _matmul(x: jax.Array, w: jax.Array, kind: Weight) -> jax.Array:
 
 
 def _computed(x: jax.Array, w: jax.Array, kind: Weight) -> jax.Array:
-    """`w` as `x` is multiplied by it."""
+    """Return `w` flattened, cast to the dtype of `x` and gathered."""
     return constrain(w.reshape(x.shape[-1], -1).astype(x.dtype), *kind[0], rules=COMPUTED_RULES)
 
 
@@ -125,19 +126,20 @@ class Layers(nnx.Module):
         index: jax.Array | int,
         expert_ids_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, ExpertRouting | None]:
-        """One layer; `self` holds that layer's slice of the parameters (no leading L; but see `indexed`).
+        """Compute one layer. `self` holds that layer's slice of the parameters (no leading L; but see `indexed`).
 
-        expert_ids_BTk: experts to take in place of those the router chooses, -1 where it chooses (None: everywhere).
+        expert_ids_BTk: experts to use instead of the router's choice; -1 keeps the router's choice (None: everywhere).
         """
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
     def stacked(self, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
-        """A parameter of every layer."""
+        """Create a parameter for every layer, stacked on a leading axis."""
         return param(rngs.params(), (self.cfg.num_layers, *shape), ("layers", *axes), std)
 
     def declare_attention(self, rngs: nnx.Rngs, *, bias: bool = False, head_norms: bool = False) -> None:
-        """Projections to and from heads, the norm before them; biases of queries, keys and values; norms of heads."""
+        """Create the projections to and from heads and the norm before them; with `bias` the biases of queries, keys
+        and values, with `head_norms` the norms of queries and keys."""
         cfg, p = self.cfg, self.stacked
         D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         self.attn_norm = p(rngs, (D,), ("norm",), cfg.norm_std)
@@ -154,7 +156,7 @@ class Layers(nnx.Module):
             self.k_norm = p(rngs, (C,), ("head_dim",), cfg.norm_std)
 
     def declare_ffn(self, rngs: nnx.Rngs) -> None:
-        """The gated feed-forward, and the norm before it."""
+        """Create the gated feed-forward and the norm before it."""
         D, F, p = self.cfg.hidden_size, self.cfg.ffn_size, self.stacked
         self.ffn_norm = p(rngs, (D,), ("norm",), self.cfg.norm_std)
         self.gate = p(rngs, (D, F), ("embed", "ffn"), self.cfg.init_std)
@@ -175,10 +177,10 @@ class Layers(nnx.Module):
             setattr(self, name, nnx.Param(value))
 
     def project(self, x: jax.Array, name: str) -> jax.Array:
-        """`x [..., in]` through a linear map, `[..., out]`, flat.
+        """Apply the linear map `name` to `x [..., in]`; return `[..., out]`, flat.
 
-        A map of int8 is multiplied by its `{name}_scale [out]`. Adapters `{name}_a [in, r]`, `{name}_b [r, out]` add
-        theirs (`model.lora`).
+        The product of an int8 map is multiplied by its `{name}_scale [out]`. Adapters `{name}_a [in, r]`, `{name}_b [r,
+        out]` add their output (`model.lora`).
         """
         p, ins = getattr(self, name), LINEAR.get(name, 1)
         w, axes = p[...], p.get_metadata()["axes"][1:]
@@ -194,7 +196,8 @@ class Layers(nnx.Module):
         return out
 
     def heads(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values `[B, T, heads, C]` of normed hidden states, with their biases if there are any."""
+        """Return queries, keys and values `[B, T, heads, C]` of normed hidden states, with their biases if there are
+        any."""
         B, T, _ = h_BTD.shape
         # without the barrier TPU compilers split the heads in the weights, and copy all layers' weights to do so
         flat = [jax.lax.optimization_barrier(self.project(h_BTD, "q")), *(self.project(h_BTD, n) for n in ("k", "v"))]
@@ -208,13 +211,13 @@ class Layers(nnx.Module):
         return q, k, v
 
     def mixed_out(self, mixed_BTHC: jax.Array) -> jax.Array:
-        """What attention mixed, back to `[B, T, D]`."""
+        """Project the output of attention back to `[B, T, D]`."""
         B, T, H, C = mixed_BTHC.shape
         out = self.project(mixed_BTHC.reshape(B, T, H * C), "o")
         return constrain(out, "batch", "length", "hidden")
 
     def gated(self, h_BTD: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu) -> jax.Array:
-        """The gated feed-forward."""
+        """Apply the gated feed-forward."""
         h = activation(self.project(h_BTD, "gate")) * self.project(h_BTD, "up")
         return constrain(self.project(constrain(h, "batch", "length", "ffn"), "down"), "batch", "length", "hidden")
 
@@ -230,7 +233,7 @@ class PreNormLayers(Layers):
     def feed(
         self, h_BTD: jax.Array, index: jax.Array | int, expert_ids_BTk: jax.Array | None
     ) -> tuple[jax.Array, ExpertRouting | None]:
-        """The feed-forward of normed hidden states."""
+        """Apply the feed-forward to normed hidden states."""
         del index, expert_ids_BTk
         return self.gated(h_BTD), None
 

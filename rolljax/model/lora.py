@@ -86,13 +86,13 @@ class Lora:
         return self.alpha / self.rank
 
     def maps(self, axes: Params) -> tuple[str, ...]:
-        """The maps that have adapters.
+        """Return the names of the maps that have adapters.
 
         Args:
           axes: of the decoder without adapters (`Model.axes`).
 
         Raises:
-          ConfigError: a pattern that fits none.
+          ConfigError: a pattern matches no map.
         """
         known = linear_maps(axes)
         for pattern in self.targets:
@@ -108,7 +108,7 @@ class Lora:
     # ---- of a decoder's tree: `axes` and `shapes` are its own, without adapters -------------------------------------
 
     def init(self, seed: int, axes: Params, shapes: Params) -> Params:
-        """Fresh adapters: A as PEFT draws it in size, B 0."""
+        """Return new adapters: A random with PEFT's standard deviation, B zero."""
         layers: dict[str, jax.Array] = {}
         for key, name in zip(jax.random.split(jax.random.key(seed), len(LINEAR)), LINEAR, strict=True):
             if name in self.maps(axes):
@@ -118,7 +118,7 @@ class Lora:
         return {"layers": layers}
 
     def axes(self, axes: Params) -> Params:
-        """Logical axis names of adapters: each lies where its map does."""
+        """Return the logical axis names of adapters: each is sharded like its map."""
         layers: dict[str, tuple[str, ...]] = {}
         for name in self.maps(axes):
             ins, out = ends(name, axes)
@@ -126,39 +126,42 @@ class Lora:
         return {"layers": layers}
 
     def base(self, axes: Params, params: Params) -> Base:
-        """The frozen base weights of a decoder's parameters: some maps become int8, the rest stays as it is."""
+        """Return the frozen base weights of a decoder's parameters. With `int8_base` the linear maps become int8."""
         scales, layers = {}, dict(params["layers"])
         for name in linear_maps(axes) if self.int8_base else ():
             layers[name], scales[name] = to_int8(name, layers[name])
         return Base({**params, "layers": layers}, scales)
 
     def base_axes(self, axes: Params) -> Base:
-        """Logical axis names of `base`."""
+        """Return the logical axis names of `base`."""
         names = linear_maps(axes) if self.int8_base else ()
         scales: Any = {name: ("layers", ends(name, axes)[1]) for name in names}
         return Base(axes, scales)
 
 
 def linear_maps(axes: Params) -> tuple[str, ...]:
-    """Linear maps of a decoder's layers: what `Layers.project` computes."""
+    """Return the names of the linear maps of a decoder's layers, which `Layers.project` computes."""
     return tuple(name for name in LINEAR if name in axes["layers"] and "experts" not in axes["layers"][name])
 
 
 def flat(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Layers, inputs and outputs of a stacked map."""
+    """Return the number of layers, inputs and outputs of a stacked map."""
     ins = LINEAR[name]
     return shape[0], math.prod(shape[1 : 1 + ins]), math.prod(shape[1 + ins :])
 
 
 def ends(name: str, axes: Params) -> tuple[str, str]:
-    """Logical names of a map's inputs and outputs; a flattened axis is split as the first of its parts."""
+    """Return the logical names of a map's inputs and outputs; a flattened axis is split like its first part."""
     names = axes["layers"][name]
     return names[1], names[1 + LINEAR[name]]
 
 
 def to_int8(name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A stacked map as int8, and the scales `[L, out]` of its outputs. Rounding moves no weight by more than half of
-    its output's scale, which is the largest weight there over 127."""
+    """Return a stacked map as int8, and the scales `[L, out]` of its outputs.
+
+    A scale is the largest absolute weight of its output over 127. Rounding moves no weight by more than half of its
+    output's scale.
+    """
 
     def one(w: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = w.astype(jnp.float32).reshape(math.prod(w.shape[: LINEAR[name]]), -1)
@@ -170,11 +173,11 @@ def to_int8(name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def merged(lora: Lora, adapted: Adapted, dtype: Any) -> Params:
-    """Parameters of a decoder that computes the same without adapters: base and adapters added in float32, rounded once
-    to `dtype`.
+    """Return the parameters of a decoder that computes the same without adapters: base and adapters added in float32,
+    rounded once to `dtype`.
 
-    One layer after the other: no float32 copy of all layers of a map exists. What has neither adapter nor int8 stays as
-    it is.
+    Layers are merged one after the other, so no float32 copy of all layers of a map exists. Parameters with neither
+    adapter nor int8 stay as they are.
     """
     base, adapters = adapted.base, adapted.adapters
     extra = adapters["layers"] if adapters else {}
@@ -246,7 +249,7 @@ def save_adapter(
 
 
 def modules_of(cfg: DecoderConfig) -> Iterator[tuple[str, str]]:
-    """Linear maps with what `transformers` calls them in a layer. Both flatten heads in one order."""
+    """Yield each linear map with its name in a layer of `transformers`. Both flatten heads in the same order."""
     for tensor in cfg.layer_tensors():
         if tensor.ours in LINEAR and tensor.expert is None:
             yield tensor.ours, tensor.theirs.removesuffix(".weight")

@@ -60,10 +60,11 @@ class Routing:
         return np.int8 if self.num_experts <= 128 else np.int16
 
     def choose(self, logits_BTE: jax.Array, expert_ids_BTk: jax.Array | None) -> tuple[ExpertRouting, jax.Array]:
-        """Experts of each token with the router's probabilities, and the weights `[B, T, k]` of these experts.
+        """Choose the experts of each token. Return them with the router's probabilities, and the experts' weights `[B,
+        T, k]`.
 
-        expert_ids_BTk: experts to take instead of the likeliest, -1: the likeliest. Their weights are the router's
-            probabilities of them.
+        expert_ids_BTk: experts to take instead of the likeliest; -1 takes the likeliest. Their weights are the router's
+        probabilities.
         """
         probs = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
         weights, expert_ids = jax.lax.top_k(probs, self.per_token)
@@ -88,7 +89,7 @@ class ExpertWeights(NamedTuple):
     """Index of the layer, where the three hold all layers `[L, ...]`: kernels then read them in place."""
 
     def each(self, change: Callable[..., Any], *others: Any) -> ExpertWeights:
-        """These weights, each of the three replaced by `change(it, *its entry of others)`."""
+        """Return these weights, each of the three replaced by `change(weight, *its entries of others)`."""
         gate, up, down = map(change, self[:3], *others)
         return ExpertWeights(gate, up, down, self.layer)
 
@@ -118,10 +119,11 @@ def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
 
 
 def mixed(x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: ExpertWeights) -> jax.Array:
-    """The weighted sum of what its experts make of each token, `[B, T, D]`.
+    """Return the weighted sum of the experts' outputs for each token, `[B, T, D]`.
 
-    Where it is traced for a mesh (`axes.on_mesh`) the experts lie as `axes.PARAM_RULES` says. Inside a `shard_map` (the
-    sampler's) a device has its part of them if `expert` is manual, and the feed-forward's if `tensor` is not.
+    When traced for a mesh (`axes.on_mesh`), the experts are sharded as `axes.PARAM_RULES` says. Inside a `shard_map`
+    (the sampler's) a device has its part of the experts if `expert` is manual, and of the feed-forward if `tensor` is
+    not.
     """
     outer, mesh = jax.sharding.get_abstract_mesh(), current_mesh()
     experts = experts.each(lambda w: w.astype(x_BTD.dtype))
@@ -165,7 +167,7 @@ class _Split(NamedTuple):
 def _on_device(
     x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: ExpertWeights, split: _Split
 ) -> jax.Array:
-    """`mixed` of a device's tokens, by its part of the experts."""
+    """Compute `mixed` for the tokens of a device, with its part of the experts."""
     gather = functools.partial(jax.lax.all_gather, tiled=True)
     k = expert_ids_BTk.shape[-1]
     x, expert_ids, weights = (
@@ -201,7 +203,8 @@ class _Rounds(NamedTuple):
 
     @staticmethod
     def of(expert_ids_Nk: jax.Array, num_experts: int, parts: int) -> _Rounds:
-        """expert_ids_Nk: counted from the device's first expert; others are not its own."""
+        """Plan the rounds. expert_ids_Nk: counted from the device's first expert; ids outside belong to other
+        devices."""
         A = expert_ids_Nk.size
         rows = math.ceil(min(A, A / parts * SLACK))
         rows += -rows % _row_tile(rows, num_experts)
@@ -225,11 +228,11 @@ class _Rounds(NamedTuple):
 def _sum_over_experts(
     parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: ExpertWeights, expert_ids_Nk: jax.Array
 ) -> jax.Array:
-    """`[N, D]`: the part of a device that has one of `parts` equal shares of the experts; `expert_ids_Nk` is counted
+    """Return `[N, D]`, the part of a device that has one of `parts` equal shares of the experts; `expert_ids_Nk` counts
     from the first of them.
 
-    What experts compute is computed again in the backward pass: `k` rows to a token would be by far the most that a
-    layer has to keep.
+    The backward pass recomputes the experts' outputs: `k` rows per token would be by far the largest activation of a
+    layer.
     """
     rounds, k = _Rounds.of(expert_ids_Nk, experts.num, parts), expert_ids_Nk.shape[-1]
 
@@ -279,10 +282,10 @@ _sum_over_experts.defvjp(_forward, _backward)
 
 
 def _add_rows(out_ND: jax.Array, token_R: jax.Array, holds_R: jax.Array, rows_RD: jax.Array) -> jax.Array:
-    """Each row that holds anything added to its token's.
+    """Add each row that holds an assignment to its token's row.
 
-    By token: TPU compilers would sort them anyway, and take far longer over it. Rows of no expert, which kernels leave
-    unwritten, go nowhere.
+    Rows are sorted by token: TPU compilers would sort them anyway, and take far longer. Rows of no expert, which
+    kernels leave unwritten, are dropped.
     """
     nowhere = len(out_ND)
     token_R = jnp.where(holds_R, token_R, nowhere)
@@ -292,7 +295,8 @@ def _add_rows(out_ND: jax.Array, token_R: jax.Array, holds_R: jax.Array, rows_RD
 
 
 def _order(key_A: jax.Array, bound: int) -> jax.Array:
-    """Indices that sort `key_A`, integers below `bound`; equal ones keep their order where all fits into 32 bits."""
+    """Return the indices that sort `key_A`, integers below `bound`. The sort is stable where key and index fit into 32
+    bits."""
     A = len(key_A)
     if A * bound < 2**32:  # one array to sort: a third of the compiler's time on TPU
         packed = jnp.sort(key_A.astype(jnp.uint32) * A + jnp.arange(A, dtype=jnp.uint32), stable=False)
@@ -301,20 +305,21 @@ def _order(key_A: jax.Array, bound: int) -> jax.Array:
 
 
 def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: ExpertWeights, sizes_E: jax.Array) -> jax.Array:
-    """What each row's expert makes of it, times the row's weight; rows are sorted by expert, `sizes_E` to each, and
-    those after them become anything."""
+    """Apply each row's expert, times the row's weight. Rows are sorted by expert, `sizes_E` for each; rows after the
+    last expert's are undefined."""
     matmul = functools.partial(grouped_matmul, sizes_E=sizes_E, layer=experts.layer)
     h_RF = jax.nn.silu(matmul(x_RD, experts.gate)) * matmul(x_RD, experts.up)
     return matmul(h_RF * weight_R[:, None], experts.down)  # weighted here, its gradient needs no product again
 
 
 def grouped_matmul(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, layer: Any = None) -> jax.Array:
-    """Rows sorted by expert, each times its expert's matrix, `[R, O]`; rows after the last expert's are anything.
+    """Multiply rows sorted by expert, each by its expert's matrix: `[R, O]`. Rows after the last expert's are
+    undefined.
 
-    On TPU by megablox: `lax.ragged_dot` computes the gradient of the weights there as one dense product per expert.
+    TPUs use megablox: `lax.ragged_dot` computes the gradient of the weights there as one dense product per expert.
 
     Args:
-      layer: index of the layer, where the weights are those of all layers, `[L, E, I, O]`. Not differentiable then.
+      layer: index of the layer if the weights are those of all layers, `[L, E, I, O]`. Not differentiable then.
     """
     args = (x_RI, w_EIO, sizes_E) if layer is None else (x_RI, w_EIO, sizes_E, layer)
     return jax.lax.platform_dependent(*args, tpu=_megablox, default=_ragged)
@@ -362,9 +367,9 @@ class Load:
 
     @staticmethod
     def of(mixtures: ExpertRouting, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:
-        """The sums of all layers over the tokens that are `counted_BT` (bool).
+        """Sum all layers over the tokens where `counted_BT` (bool) is True.
 
-        expert_ids_LBTk: the experts that were prescribed, -1 where the router chose.
+        expert_ids_LBTk: the prescribed experts; -1 where the router chose.
         """
         probs, counted = mixtures.probs_BTE, counted_BT.astype(jnp.float32)
         num_experts = probs.shape[-1]
@@ -388,7 +393,7 @@ class Load:
         return self.assigned_LE.shape[1] * jnp.sum(share * (self.probs_LE.sum(0) / total))
 
     def metrics(self, routing: Routing) -> dict[str, jax.Array]:
-        """By their names in `rolljax.metrics`."""
+        """Return the metrics by their names in `rolljax.metrics`."""
         tokens = jnp.maximum(self.tokens, 1)
         L = len(self.assigned_LE)
         return {

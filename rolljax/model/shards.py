@@ -85,7 +85,7 @@ class Shards:
         return out.view(DTYPES[self.tensors[name].dtype])
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are the same, bit by bit."""
+        """Return whether two tensors are equal bit by bit."""
         a, b = self.tensors[one], self.tensors[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -96,7 +96,7 @@ class Shards:
 
 
 def _others(folder: Path) -> str:
-    """What a folder without safetensors holds instead."""
+    """Return a hint about the pickled weights that a folder holds instead of safetensors; empty if it holds none."""
     pickled = sorted(f.name for suffix in ("bin", "pt", "pth") for f in folder.glob(f"*.{suffix}"))
     if not pickled:
         return ""
@@ -151,7 +151,7 @@ def save_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def listed(lines: list[str], most: int = 20) -> str:
-    """The first lines of a long list, and how many more there are."""
+    """Return the first lines of a long list, and the number of lines left out."""
     more = f"\n  ... and {len(lines) - most} more" if len(lines) > most else ""
     return "\n  ".join(lines[:most]) + more
 

@@ -55,7 +55,7 @@ class Keys(NamedTuple):
 
 
 def rows(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.Array) -> tuple[Queries, Keys]:
-    """Packed rows as the kernels see them; see `attention.packed_mask`. Branches are unbroken runs of a row."""
+    """Describe packed rows for the kernels; see `attention.packed_mask`. Branches are unbroken runs of a row."""
     segment, branch = (x.astype(jnp.int32) for x in (segment_ids_BT, branch_ids_BT))
     index = jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape)
     stretch = jnp.maximum(branch, 1)
@@ -95,7 +95,7 @@ def mix(
     size: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Mixed values `[B, T, H, C]`. The queries may be a part of their rows, the keys are all of them.
+    """Return the mixed values `[B, T, H, C]`. The queries may be a part of their rows; the keys are complete.
 
     Args:
       size, on: as in `attention.Window`.
@@ -145,7 +145,7 @@ class _Kernel:
     interpret: bool
 
     def looks(self, queries: Queries, keys: Keys, on: jax.Array | bool) -> tuple[_Look, _Look]:
-        """At the own stretch, and at the shared prompt."""
+        """Return the look at the own branch and the look at the shared prompt."""
         own_low, own_bound = queries.run_start, queries.row_index
         prompt_low, prompt_bound = queries.prompt_start, None
         if self.size is not None:
@@ -158,7 +158,7 @@ class _Kernel:
         return own, _Look(queries.group, keys.prompt, prompt_low, queries.prompt_end, prompt_bound)
 
     def functions(self) -> tuple[_Compare, _Compare]:
-        """What compares bounds with keys, for each look."""
+        """Return the function that compares bounds with keys, for each look."""
         return _Behind(self.size), None if self.size is None else _from_bound
 
     def forward(self, function: _Compare, look: _Look, q: jax.Array, k: jax.Array, v: jax.Array) -> _PartialAttention:
@@ -210,7 +210,7 @@ def _sizes(q_HTC: jax.Array, k_KSC: jax.Array) -> kernels.BlockSizes:
 
 
 def look_blocks(look: _Look, block_q: int, block_k: int, *, by_key: bool = False) -> MaskInfo:
-    """Which blocks a kernel computes, and at a block that it passes over, which one it needs next.
+    """Return which blocks a kernel computes and, for each block that it skips, which block it needs next.
 
     by_key: the kernel walks over queries for each block of keys, not the other way round.
     """

@@ -38,7 +38,7 @@ def render(template: str, variables: Mapping[str, Any], day: str | None = None) 
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without empty fields; what was thought under each name that templates look for."""
+    """Return the message without empty fields, with its reasoning under each name that templates look for."""
     found = {name: value for name, value in message.items() if value is not None}
     thought = next((found[name] for name in REASONING if name in found), None)
     return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}

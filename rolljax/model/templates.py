@@ -35,14 +35,14 @@ def render(
     trusted: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> str:
-    """The text that `template` makes of `messages`, `tools` and further variables, all as JSON has them.
+    """Render `template` with `variables` (`messages`, `tools` and others, all JSON values).
 
     Args:
-      day: that it is for the template, as ISO 8601 writes it; None: today.
-      trusted: the template is our own; it is rendered right here.
+      day: the date that the template sees, in ISO 8601; None: today.
+      trusted: the template is our own; render it in this process.
 
     Raises:
-      ConfigError: the template fails, or goes beyond its limits.
+      ConfigError: the template fails, or exceeds its limits.
     """
     if trusted:
         with boundary(ConfigError, "the chat template failed"):

@@ -58,7 +58,8 @@ MARK, UNMARK = "\ufdd0", "\ufdd1"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of 256 bytes and five special tokens with a chat template, as `transformers` saves and loads it.
+    """Return a tokenizer of 256 bytes and five special tokens with a chat template, as `transformers` saves and loads
+    it.
 
     One special token opens each role and `<|end|>` closes an answer, so the template adds two tokens to a question.
     """
@@ -74,7 +75,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def byte_core() -> Tokenizer:
-    """What `byte_tokenizer` is made of: its tokens, without a chat template."""
+    """Return the tokens of `byte_tokenizer`, without a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -86,11 +87,11 @@ def byte_core() -> Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder. Code that the folder brings along is not run.
+    """Load the tokenizer of a local Hugging Face folder. Code in the folder is not run.
 
     Raises:
-      CheckpointError: the folder holds none, one that needs code of its own, or one that can make a text a thousand
-        times as long (`check_growth`).
+      CheckpointError: the folder has no tokenizer, or one that needs its own code, or one that can make a text a
+        thousand times as long (`check_growth`).
     """
     from transformers import AutoTokenizer
 
@@ -156,7 +157,7 @@ def _replace_template(folder: Path, template: Any) -> None:
 
 
 def _for_both(source: Path) -> bool:
-    """Whether a folder holds a tokenizer that versions 4 and 5 of `transformers` read."""
+    """Return whether versions 4 and 5 of `transformers` can both read the tokenizer of a folder."""
     path = inside(source, CONFIG)
     if not path.is_file():
         return inside(source, "tokenizer.json").is_file()
@@ -237,7 +238,7 @@ class Chat:
         return tuple(sorted(i for i in ids if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """Ids of a conversation up to where the assistant begins to write, `[P]` int32."""
+        """Return the ids of a conversation with the header of the assistant's next message, `[P]` int32."""
         return self._prompt_ids(tuple(messages))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # one Chat lives as long as its run
@@ -245,11 +246,11 @@ class Chat:
         return self._ids(messages, generate=True)
 
     def complete_ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """Ids of a conversation as the template writes it, its last answer closed, `[T]` int32."""
+        """Return the ids of a conversation as the template renders it, its last answer closed, `[T]` int32."""
         return self._ids(messages, generate=False)
 
     def answer_ids(self, text: str) -> np.ndarray:
-        """Ids of an answer and the token that closes it, as a policy would have sampled them, `[T]` int32."""
+        """Return the ids of an answer and its closing token, as a policy would have sampled them, `[T]` int32."""
         closing = self.closing_ids
         end = closing[0] if closing else self.tokenizer.eos_token_id
         parts = re.split(f"({self._specials.pattern})", text)
@@ -264,11 +265,12 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Ids that follow an answer when `messages` are added: the rest of its closing, the messages, the next opening.
+        """Return the ids that follow an answer when `messages` are added: the rest of its closing, the messages, the
+        next header.
 
         Args:
-          messages: as environments say them, or as the OpenAI API writes them.
-          closed: whether the sampled tokens ended with the closing token (else it is added here).
+          messages: as environments send them, or in the form of the OpenAI API.
+          closed: whether the sampled tokens ended with the closing token (otherwise it is added here).
           tools, options: of the conversation, see `conversation_ids`.
 
         Raises:
@@ -307,11 +309,12 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Ids of a conversation as the OpenAI API writes it, up to where the assistant begins to write, `[P]` int32.
+        """Return the ids of a conversation in the form of the OpenAI API, with the header of the assistant's next
+        message, `[P]` int32.
 
         Args:
           messages: of any role, each with text as `content`; `tool_calls` with their arguments as objects.
-          tools: functions the template tells the model about.
+          tools: functions that the template describes to the model.
           options: further variables of the template ("enable_thinking").
 
         Raises:
@@ -398,12 +401,12 @@ class Chat:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  # one Chat lives as long as its run
     def _template(self, with_tools: bool) -> str:
-        """The template for a conversation: some tokenizers have another one for tools."""
+        """Return the template for a conversation: some tokenizers have a separate one for tools."""
         with boundary(ConfigError, "the tokenizer offers no chat template"):
             return self.tokenizer.get_chat_template(None, [_TOOL] if with_tools else None)
 
     def _marked_message(self, message: Mapping[str, Any], plain: list[str]) -> dict[str, Any]:
-        """A message whose texts are marked. What operator or model say may hold added tokens, not special ones."""
+        """Mark the texts of a message. System and assistant messages may spell added tokens, but no special ones."""
         own = ("content", "reasoning_content") if message["role"] in ("system", "assistant") else ()
         return {
             name: self._marked(value, plain, self._specials if name in own else self._added)
@@ -411,7 +414,8 @@ class Chat:
         }
 
     def _marked(self, value: Any, plain: list[str], spelling: re.Pattern[str]) -> Any:
-        """A JSON value whose texts spell no such token: marks stand for what is appended to `plain`."""
+        """Replace every spelling of a token in the texts of a JSON value by a mark, and append the original text to
+        `plain`."""
         if isinstance(value, str):
             return self._marked_text(value, plain, spelling)
         if isinstance(value, Mapping):

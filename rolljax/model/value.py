@@ -18,7 +18,7 @@ class ValueModel:
     trunk: Model
 
     def init(self, seed: int, trunk: Params | None = None) -> Params:
-        """Random parameters, or a given trunk with a random head. Different seeds give different heads."""
+        """Return random parameters, or the given trunk with a random head. Different seeds give different heads."""
         width = self.trunk.cfg.hidden_size
         w = jax.random.normal(jax.random.key(seed), (width,)) * width**-0.5
         return {
@@ -27,18 +27,18 @@ class ValueModel:
         }
 
     def abstract(self) -> Params:
-        """Shapes and dtypes of the parameters, nothing allocated."""
+        """Return the shapes and dtypes of the parameters without allocating them."""
         return jax.eval_shape(lambda: self.init(0))
 
     def axes(self) -> Params:
-        """Logical axis names of every parameter, same tree."""
+        """Return the logical axis names of every parameter, in the tree of the parameters."""
         return {"trunk": self.trunk.axes(), "value": {"w": ("embed",), "b": ()}}
 
     def full_params(self, params: Params, base: Base | None) -> Params:
-        """What `critic_values` takes, of what is trained and the trunk's frozen weights (`Model.full_params`)."""
+        """Combine the trained parameters with the trunk's frozen weights (`Model.full_params`) for `critic_values`."""
         return {**params, "trunk": self.trunk.full_params(params["trunk"], base)}
 
     def head(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Values `[...]` float32 of hidden states `[..., D]`."""
+        """Return the values `[...]` float32 of hidden states `[..., D]`."""
         w, b = params["value"]["w"], params["value"]["b"]
         return jnp.einsum("...d,d->...", hidden, w.astype(hidden.dtype), preferred_element_type=jnp.float32) + b

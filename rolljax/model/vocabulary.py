@@ -50,14 +50,14 @@ class Vocabulary:
     # ---- text to ids
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of a text; text that spells an added token becomes that token.
+        """Return the ids of a text; the spelling of an added token becomes that token.
 
         Args:
-          special: with what the tokenizer puts around a text of its own (a token for its beginning).
+          special: also add the tokens that the tokenizer puts around a text (such as one for its beginning).
         """
         if self._core is None:
             return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        # of one text, for what `encode` does not: it lets other threads run, and it is fast
+        # a batch of one text: unlike `encode` it lets other threads run, and it is fast
         return self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def encode_inside(self, text: str) -> list[int]:
@@ -78,21 +78,21 @@ class Vocabulary:
         return self.encode_plain(text[:half], hidden) + self.encode_plain(text[half:], hidden)
 
     def spelling(self, ids: frozenset[int]) -> re.Pattern[str]:
-        """What finds the spellings of added tokens in a text, the longest first."""
+        """Return the pattern that matches the spellings of added tokens in a text, the longest first."""
         texts = {self._spelled[i] for i in ids}
         texts |= {self.normalized(text) for text in texts} - {""}
         return re.compile("|".join(map(re.escape, sorted(texts, key=lambda t: (-len(t), t)))) or r"(?!)")
 
     def normalized(self, text: str) -> str:
-        """A text as the tokenizer looks for tokens in it."""
+        """Return a text in the form in which the tokenizer looks for tokens."""
         normalizer = None if self._core is None else self._core.normalizer
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether a text certainly has more than `most` tokens: found without tokenising much more than these.
+        """Return whether a text certainly has more than `most` tokens, without tokenising much more than these.
 
-        False says nothing about texts that are short enough to be tokenised. Cut into parts a text has a few tokens
-        more than uncut; twice as many are sure.
+        False does not mean that the text fits; it means that the text is short enough to be tokenised. A text cut into
+        parts has a few tokens more than the whole, so only twice as many are certain.
         """
         if len(text) <= SURE_CHARS * most:
             return False
@@ -113,7 +113,8 @@ class Vocabulary:
     # ---- ids to text
 
     def text(self, ids: Ids, behind: Ids = ()) -> str:
-        """Text that `ids [T]` add behind those of a prompt; special tokens are left out."""
+        """Return the text that `ids [T]` add to a prompt that ends with the ids `behind`; special tokens are left
+        out."""
         decoder = self.decoder(behind)
         return decoder.add(ids) + decoder.end()
 
@@ -126,15 +127,16 @@ class Vocabulary:
         return token not in self.specials and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def raw(self, token: int) -> bytes:
-        """What a token adds to the UTF-8 text; special tokens are spelled out, unknown ids are empty."""
+        """Return the bytes that a token adds to the UTF-8 text; special tokens are spelled out, unknown ids are
+        empty."""
         return self._raw[token]
 
     def shown(self, token: int) -> bytes:
-        """Bytes of a token in texts, where special tokens are left out."""
+        """Return the bytes of a token in texts, where special tokens are left out."""
         return self._shown[token]
 
     def first(self, token: int) -> bytes:
-        """Bytes of the token that a text begins with."""
+        """Return the bytes of a token at the beginning of a text."""
         raw = self._shown[token]
         if self._of_char or not raw:
             return raw
@@ -143,7 +145,7 @@ class Vocabulary:
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019  # one vocabulary lives as long as its server
     def name(self, token: int) -> str:
-        """A token's text; `bytes:\\xe2\\x82` where it is part of a character, `token_id:N` where it has none."""
+        """Return a token's text; `bytes:\\xe2\\x82` if it is part of a character, `token_id:N` if it has no text."""
         raw = self.raw(token)
         try:
             return raw.decode() if raw else f"token_id:{token}"
@@ -191,16 +193,16 @@ class TextDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, ids: Ids) -> str:
-        """The text that is known with these tokens and was not before; an incomplete character waits."""
+        """Return the text that becomes known with these tokens; an incomplete character waits."""
         bytes_of = self._vocabulary.shown if self._begun else self.bytes_of
         return self._utf8.decode(b"".join(map(bytes_of, map(int, ids))))
 
     def end(self) -> str:
-        """What waited for tokens that do not come."""
+        """Return the incomplete text that was waiting for further tokens."""
         return self._utf8.decode(b"", final=True)
 
     def bytes_of(self, token: int) -> bytes:
-        """Bytes that the next token adds."""
+        """Return the bytes that the next token adds."""
         vocabulary = self._vocabulary
         if self._begun or not vocabulary.appears(token):
             return vocabulary.shown(token)
@@ -240,7 +242,7 @@ class TextStream:
         return text[:end]
 
     def _sure(self, text: str) -> int:
-        """Characters at the beginning that cannot be part of a stop text that is yet to end."""
+        """Return the number of leading characters that cannot be part of an unfinished stop text."""
         for n in range(min(self._longest - 1, len(text)), 0, -1):
             if any(len(s) > n and text.endswith(s[:n]) for s in self._stops):
                 return len(text) - n
@@ -263,7 +265,7 @@ def _is_marker(spelling: str) -> bool:
 
 
 def _decoder_types(core: Any) -> set[str]:
-    """Kinds of the steps of a decoder."""
+    """Return the types of a decoder's steps."""
     if core is None or core.decoder is None:
         return set()
     decoder = json.loads(core.decoder.__getstate__())
@@ -271,7 +273,7 @@ def _decoder_types(core: Any) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """Return GPT-2's table: printable bytes stand for themselves, the others follow from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -11,7 +11,7 @@ from rolljax.model.decoder import DecoderConfig
 
 
 def known() -> dict[str, type[DecoderConfig]]:
-    """Architecture and model type, as in `config.json`, to the family's config."""
+    """Return the config class of each family by architecture and model type, as `config.json` names them."""
     found: dict[str, type[DecoderConfig]] = {}
     for module in pkgutil.iter_modules(__path__):
         members = vars(importlib.import_module(f"{__name__}.{module.name}"))

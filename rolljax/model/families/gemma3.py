@@ -24,7 +24,7 @@ from rolljax.model.layers import ExpertRouting, Layers, rope, rope_frequencies
 
 
 def offset_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm times `1 + scale`, all in float32."""
+    """Apply the root-mean-square norm times `1 + scale`, all in float32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
@@ -123,7 +123,7 @@ class Gemma3Config(DecoderConfig):
 
     @staticmethod
     def _rope(raw: Folder) -> tuple[Folder, Folder]:
-        """Rotary settings of local and of global layers."""
+        """Return the rotary settings of local and of global layers."""
         rotary = raw.table("rope_parameters", {})
         near = rotary.table("sliding_attention", {})
         far = rotary.table("full_attention", {})

@@ -37,7 +37,8 @@ class RopeScaling:
     """Tokens of context of pre-training."""
 
     def stretch(self, frequencies: jax.Array) -> jax.Array:
-        """Wavelengths' angular frequencies, the slow ones stretched."""
+        """Lower the angular frequencies of long wavelengths by `factor`; blend between `low_freq_factor` and
+        `high_freq_factor`."""
         waves = self.original_max_position * frequencies / (2 * math.pi)  # in the original context
         keep = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = jnp.clip(keep, 0, 1)
