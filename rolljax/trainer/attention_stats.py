@@ -65,7 +65,7 @@ class AttentionMaps:
         check_range(self, "head_frac", above=0, high=0.5, remedy=remedy)
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Indices of the measured layers of a model of `depth` layers, ascending."""
+        """Return the indices of the measured layers of a model of `depth` layers, ascending."""
         first, last = depth // 3, 2 * depth // 3
         if last - first < self.num_layers:
             return tuple(range(first, last + 1))
@@ -101,12 +101,12 @@ class HeadStats:
 
     @staticmethod
     def empty(num_layers: int, num_heads: int, tokens: TokenRoles) -> HeadStats:
-        """No layer measured yet."""
+        """Return statistics without any measured layer."""
         zeros = jnp.zeros((num_layers, num_heads, *tokens.sampled.shape), jnp.float32)
         return HeadStats(zeros[..., 0, 0], tokens.sampled.sum(dtype=jnp.int32), zeros, zeros)
 
     def put(self, layer: jax.Array | int, span_H: jax.Array, waad_BHT: jax.Array, fai_BHT: jax.Array) -> HeadStats:
-        """With the statistics of a measured layer filled in; `layer` counts only these."""
+        """Return these statistics with a measured layer filled in; `layer` counts measured layers only."""
         return dataclasses.replace(
             self,
             span_sums_LH=self.span_sums_LH.at[layer].set(span_H),
@@ -116,7 +116,7 @@ class HeadStats:
 
 
 def attention_weights(q_BTHC: jax.Array, k_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """The softmax that `model.attention.attention` mixes with: `[B, H, T, S]` float32."""
+    """Return the softmax that `model.attention.attention` mixes with: `[B, H, T, S]` float32."""
     B, T, H, C = q_BTHC.shape
     S, K = k_BSKC.shape[1:3]
     q = q_BTHC.reshape(B, T, K, H // K, C)
@@ -128,11 +128,11 @@ def attention_weights(q_BTHC: jax.Array, k_BSKC: jax.Array, mask_BTS: jax.Array)
 def block_stats(
     weights_BHTS: jax.Array, query: TokenRoles, key: TokenRoles, cfg: AttentionMaps
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Statistics of a block of T query rows over all S keys.
+    """Compute the statistics of a block of T query rows over all S keys.
 
     Returns:
       Sums over the block's sampled tokens of the span `[H]`; WAAD `[B, H, T]`, 0 where not sampled; the sums over
-      queries that FAI averages `[B, H, S]`, and of how many queries `[B, S]`.
+      queries that FAI averages `[B, H, S]`, and the number of these queries `[B, S]`.
     """
     distance_BTS = query.places.positions[:, :, None] - key.places.positions[:, None]
     sampled_B1T = query.sampled[:, None]
@@ -157,7 +157,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 def layer_stats(
     q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: TokenRoles, cfg: AttentionMaps, window: Window | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Span sums `[H]`, WAAD and FAI `[B, H, T]` of one layer; largest temporary `[B, H, block_rows, T]`."""
+    """Compute the span sums `[H]`, WAAD and FAI `[B, H, T]` of one layer; largest temporary `[B, H, block_rows, T]`."""
     B, T, H, _ = q_BTHC.shape
 
     def body(sums: _Sums, block: tuple[jax.Array, TokenRoles]) -> tuple[_Sums, jax.Array]:
@@ -174,7 +174,7 @@ def layer_stats(
 
 
 def packed_in_blocks(tokens: TokenRoles, block_rows: int) -> Attend:
-    """What `model.attention.packed` computes, a block of query rows at a time: memory is linear in the row's length."""
+    """Compute `model.attention.packed` a block of query rows at a time: memory is linear in the row's length."""
 
     def attend(
         q_BTHC: jax.Array,
@@ -194,7 +194,7 @@ def packed_in_blocks(tokens: TokenRoles, block_rows: int) -> Attend:
 
 
 def measured(mix: Attend, tokens: TokenRoles, depth: int, cfg: AttentionMaps) -> Attend:
-    """`mix`, with a `HeadStats` as the cache: `mix` gets no cache, and every measured layer fills in its part.
+    """Wrap `mix` so that its cache is a `HeadStats`: `mix` gets no cache, and every measured layer fills in its part.
 
     depth: number of layers of the model.
     """

@@ -72,28 +72,24 @@ class TokenBatch:
     """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
-        """The log-probs that ratios are taken to."""
+        """Return the log-probs in the denominator of ratios."""
         return self.sampler_logp if name == "behaviour" else self.required("trainer_logp")
 
     def required(self, name: str) -> jax.Array:
-        """An optional array that must be there.
-
-        Raises:
-          ValueError: it is not.
-        """
+        """Return an optional array. Raise `ValueError` if the batch was packed without it."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the objective uses {name}, but the batch was packed without it")
         return value
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Per-token arrays that are there, by name."""
+        """Return the per-token arrays that the batch has, by name."""
         found = {n: getattr(self, n) for n in ARRAYS}
         return {n: a for n, a in found.items() if a is not None}
 
     def micro_batch(self, i: int | jax.Array) -> TokenBatch:
-        """Micro-batch `i`: its arrays without the axis M, all scalars as they are. A Python int works on host arrays,
-        too."""
+        """Return micro-batch `i`: its arrays without the axis M, all scalars unchanged. A Python int also works on host
+        arrays."""
 
         def pick(array: jax.Array) -> jax.Array:
             return array[i] if isinstance(i, int) else jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
@@ -173,10 +169,10 @@ class Sample:
 
     @staticmethod
     def of(trajectory: Trajectory, replay: np.ndarray | None = None) -> Sample:
-        """A trajectory whose tokens all count, without credit.
+        """Return a trajectory whose tokens all count, without credit.
 
         Args:
-          replay: `[L, k]` of -1, to replay the experts that its tokens took; None: not to.
+          replay: `[L, k]` of -1, to replay the experts that its tokens used; None: no replay.
         """
         tokens, sampled, logp = trajectory.stream()
         indices = np.flatnonzero(sampled)
@@ -191,7 +187,7 @@ class Sample:
         return Sample(tokens, indices, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
-        """The same trajectory with more (or other) columns."""
+        """Return the same trajectory with added or replaced columns."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
 
@@ -204,7 +200,7 @@ class Packed:
     indices: list[list[np.ndarray]]
 
     def unpack(self, array: np.ndarray) -> list[np.ndarray]:
-        """What a per-token array `[M, B, T]` says about every sample's tokens, in the order of the samples."""
+        """Return the values of a per-token array `[M, B, T]` at every sample's tokens, in the order of the samples."""
         flat = np.asarray(array).reshape(-1)
         return [flat[own] for group in self.indices for own in group]
 
@@ -277,7 +273,8 @@ def pack(
 
 
 def _empty_arrays(shape: PackShape, sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows without a token, `[rows, row_len]` and further axes. sample: columns of any sample, as all have the same."""
+    """Return rows without a token, `[rows, row_len]` and further axes. sample: columns of any sample, as all have the
+    same."""
     lead = (shape.num_micro * shape.micro_rows, shape.row_len)
     always = [name for name, column in COLUMNS.items() if column.source == "packing"]
     arrays = {}
@@ -343,7 +340,7 @@ def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> 
 
 
 def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: bool) -> list[_RowPart]:
-    """Parts of siblings behind a shared prompt, as many in each as fit."""
+    """Split siblings into parts that each hold the shared prompt and as many siblings as fit."""
     prefix = _shared_prefix(group)
     own = [len(s) - prefix for s in group]
     if prefix + max(own) > row_len:
@@ -364,7 +361,7 @@ def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: b
 
 
 def _shared_prefix(group: Sequence[_Stream]) -> int:
-    """Tokens at the start that all siblings have in common and none of them sampled; at least 1."""
+    """Return the length of the prefix that all siblings share and none of them sampled; at least 1."""
     shortest = min(min(len(s.tokens), int(s.indices[0]) if len(s.indices) else len(s.tokens) - 1) for s in group)
     first = group[0].tokens[:shortest]
     same = np.ones(shortest, bool)
@@ -377,7 +374,7 @@ def _shared_prefix(group: Sequence[_Stream]) -> int:
 
 
 def _first_fit(parts: Sequence[_RowPart], shape: PackShape) -> list[list[_RowPart]]:
-    """Rows of parts, the fullest row first."""
+    """Pack parts into rows, the largest part first."""
     rows: list[list[_RowPart]] = []
     used = np.zeros(shape.num_micro * shape.micro_rows, np.int64)
     for part in sorted(parts, key=lambda p: -p.size):

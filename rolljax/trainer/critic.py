@@ -36,8 +36,8 @@ class Critic:
     """Optimizer of the critics."""
 
     def value_model(self, policy: Model) -> ValueModel:
-        """What each of them is: of a shape of its own, all of its weights are trained; of the policy's, what is trained
-        of the policy."""
+        """Return the model of each critic. With its own shape all its weights are trained; with the policy's shape it
+        trains the same weights as the policy (such as adapters)."""
         if isinstance(self.model, DecoderConfig):
             return ValueModel(dataclasses.replace(policy.plain, cfg=self.model))
         return ValueModel(policy)
@@ -55,7 +55,7 @@ class Critic:
 
 
 def check_previous(before: Critic | None, critic: Critic | None) -> None:
-    """Critics that are taken over from the phase before must be there, as many, and of the shape that is expected."""
+    """Check that critics taken over from the previous phase exist and have the expected number and shape."""
     if critic is None or critic.model != "previous":
         return
     if before is None:

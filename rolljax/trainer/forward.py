@@ -31,7 +31,8 @@ class NumShards:
         return NumShards(mesh.shape["tensor"], num_batch_shards(mesh))
 
     def blocks(self) -> dict[str, int]:
-        """How `trainer.vocab` walks over the vocabulary: its bytes per block count all devices together."""
+        """Return the arguments that size the blocks of `trainer.vocab`; its bytes per block count all devices
+        together."""
         return {"shards": self.vocab, "block_bytes": vocab.BLOCK_BYTES * self.rows * self.vocab}
 
 
@@ -51,7 +52,7 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
 
 
 def without_experts(batch: TokenBatch) -> TokenBatch:
-    """The batch for another model than the policy: its routers choose its experts."""
+    """Return the batch for a model other than the policy, whose routers choose their own experts."""
     return dataclasses.replace(batch, expert_ids_Lk=None)
 
 
@@ -64,10 +65,11 @@ def policy_outputs(
     reference: tuple[DivergenceTerm, Model, Params] | None = None,
     shards: NumShards = UNSHARDED,
 ) -> PolicyOutputs:
-    """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's distribution.
+    """Compute log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's
+    distribution.
 
     Values of tokens without a predecessor, or with scale 0, are arbitrary: mask before use. The logits `[B, T, V]` of a
-    large vocabulary never exist (`trainer.vocab`).
+    large vocabulary are never materialised (`trainer.vocab`).
 
     Args:
       reference: which divergence, and the reference's model and parameters; None: no divergence.
@@ -105,6 +107,6 @@ def policy_outputs(
 
 
 def critic_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:
-    """Value of the state before every token, `[B, T]` float32."""
+    """Compute the value of the state before every token, `[B, T]` float32."""
     _, hidden, _ = hidden_before(model.trunk, params["trunk"], without_experts(batch))
     return model.head(params, hidden)

@@ -74,7 +74,7 @@ class ForwardPasses:
         return arrays | ({"teacher_logp": np.stack(teachers)} if teachers else {})
 
     def compute_values(self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray) -> np.ndarray:
-        """What critics of parameters `params`, stacked, say of the state before every token, `[M, N, T]`."""
+        """Compute the values of stacked critics `params` for the state before every token, `[M, N, T]`."""
         assert self.needs.critics is not None
         found: list[list[np.ndarray]] = [[] for _ in range(self.needs.critics.num)]
         for batch in batches:
@@ -86,7 +86,8 @@ class ForwardPasses:
     def compute_attention_stats(
         self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """`waad` and `fai` of the policy of parameters `params`; heads are picked once, by all batches together."""
+        """Compute `waad` and `fai` of the policy with parameters `params`; all batches together choose the heads
+        once."""
         settings = self.needs.attention
         assert settings is not None
         params = self.model.full_params(params, self.base)
@@ -115,7 +116,7 @@ class ForwardPasses:
         return {}
 
     def logprob_program(self, model: Model) -> jax.stages.Wrapped:
-        """The jitted `(params, batch) -> log-probs [M, B, T]`, one for each model."""
+        """Return the jitted `(params, batch) -> log-probs [M, B, T]`, one for each model."""
         shards = NumShards.of(self.mesh)
 
         def of_one(params: Params, micro: TokenBatch) -> jax.Array:
@@ -166,7 +167,8 @@ class ForwardPasses:
 
 
 def _over_micro_batches(forward: Callable[[Params, TokenBatch], Any], params: Params, batch: TokenBatch) -> Any:
-    """`forward(params, micro-batch)`, arrays `[B, T]`, of each micro-batch that holds anything; `[M, B, T]`, else 0."""
+    """Compute `forward(params, micro-batch)`, arrays `[B, T]`, for each non-empty micro-batch; `[M, B, T]`, 0 for empty
+    ones."""
 
     def body(i: jax.Array, out: Any) -> Any:
         new = forward(params, batch.micro_batch(i))
@@ -178,7 +180,7 @@ def _over_micro_batches(forward: Callable[[Params, TokenBatch], Any], params: Pa
 
 
 def _padded(values: Sequence[np.ndarray], mask_NT: np.ndarray) -> np.ndarray:
-    """Values of each trajectory's sampled tokens, float64 `[N, T]`; 0 behind them."""
+    """Return the values of each trajectory's sampled tokens, float64 `[N, T]`; 0 after them."""
     out = np.zeros(mask_NT.shape)
     for row, of_one in zip(out, values, strict=True):
         row[: len(of_one)] = of_one

@@ -23,20 +23,22 @@ K3_LIMIT = 10.0
 
 
 def k3(log_ratio: Any, xp: ModuleType) -> Any:
-    """`exp(-x) + x - 1` for `x = logp - ref_logp`, nats: unbiased for KL(policy || reference) and never negative.
+    """Compute `exp(-x) + x - 1` for `x = logp - ref_logp`, nats: unbiased for KL(policy || reference) and never
+    negative.
 
     Args:
       log_ratio: an array of `xp`, which is `numpy` or `jax.numpy`.
     """
-    # only the exponential is held: where it is, the estimate is beyond any limit anyway
+    # only the exponent is capped: where the cap applies, the estimate is beyond any limit anyway
     return xp.expm1(xp.minimum(-log_ratio, LOG_RATIO_LIMIT)) + log_ratio
 
 
 def kl_estimate(log_ratio: Any, estimator: KlEstimator, xp: ModuleType) -> Any:
-    """Schulman's estimates of KL(policy || reference) at tokens drawn from the policy, nats; the shape of the input.
+    """Estimate KL(policy || reference) at tokens sampled from the policy (Schulman's estimators), nats; the shape of
+    the input.
 
     With `x = logp - ref_logp`: k1 `x` (unbiased, any sign), abs `|x|`, k2 `x^2/2`, k3 `exp(-x) + x - 1` (unbiased and
-    never negative), k3 held inside +-`K3_LIMIT`.
+    never negative), k3 clipped to +-`K3_LIMIT`.
 
     Args:
       log_ratio: x, an array of `xp`, which is `numpy` or `jax.numpy`.
@@ -69,7 +71,7 @@ class AdaptiveKl:
         check_range(self, "target", "horizon", above=0, remedy="adaptive = None keeps the coefficient as it is")
 
     def following(self, coef: float, kl: float, num_trajectories: int) -> float:
-        """The next coefficient: `coef (1 + clip(kl / target - 1, -0.2, 0.2) num_trajectories / horizon)`.
+        """Return the next coefficient: `coef (1 + clip(kl / target - 1, -0.2, 0.2) num_trajectories / horizon)`.
 
         Args:
           kl: measured in this step, nats per token.

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 
 def clean(values: jax.Array, weights: jax.Array, fill: float = 0.0) -> jax.Array:
-    """`values` with `fill` wherever the weight is zero."""
+    """Return `values` with `fill` wherever the weight is zero."""
     return jnp.where(weights != 0, values, jnp.asarray(fill, values.dtype))
 
 
 def total(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted sum over all axes, float32 scalar."""
+    """Compute the weighted sum over all axes, float32 scalar."""
     return jnp.sum(clean(values, weights).astype(jnp.float32) * weights)
 
 
 def maximum(values: jax.Array, weights: jax.Array, initial: float = 0.0) -> jax.Array:
-    """Largest value with a non-zero weight, at least `initial`; float32 scalar."""
+    """Return the largest value with a non-zero weight, at least `initial`; float32 scalar."""
     return jnp.max(clean(values.astype(jnp.float32), weights, initial), initial=initial)

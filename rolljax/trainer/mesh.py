@@ -18,10 +18,10 @@ from rolljax.trainer.batch import ARRAYS, SCALARS, Packed, TokenBatch
 
 
 def available_devices() -> list[jax.Device]:
-    """All devices that JAX finds.
+    """Return all devices that JAX finds.
 
     Raises:
-      ConfigError: none of the kind that `JAX_PLATFORMS` asks for.
+      ConfigError: JAX finds no device of the kind that `JAX_PLATFORMS` names.
     """
     try:
         return jax.devices()
@@ -68,7 +68,7 @@ class MeshSpec:
             raise ConfigError("only one mesh axis can be -1", setting=f"MeshSpec.{free[1]}", value=-1)
 
     def sizes(self, num_devices: int) -> tuple[int, ...]:
-        """Devices per mesh axis on `num_devices` devices."""
+        """Return the size of each mesh axis on `num_devices` devices."""
         sizes = [getattr(self, name) for name in MESH_AXES]
         fixed = int(np.prod([s for s in sizes if s != -1]))
         if -1 in sizes and num_devices % fixed == 0:
@@ -85,7 +85,7 @@ class MeshSpec:
         return tuple(sizes)
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh over `devices` (default: all of them)."""
+        """Build the mesh over `devices` (default: all of them)."""
         devices = available_devices() if devices is None else devices
         sizes = self.sizes(len(devices))
         return Mesh(np.array(devices[: int(np.prod(sizes))]).reshape(sizes), MESH_AXES)
@@ -121,10 +121,10 @@ class Split:
             )
 
     def shares(self, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-        """The trainer's devices and the sampler's, of all that there are.
+        """Split the devices into the trainer's and the sampler's.
 
         Raises:
-          ConfigError: they are more than there are, or nothing is left for one of them.
+          ConfigError: the shares need more devices than there are, or one of them is empty.
         """
         there = len(devices)
         trainer = there - self.sampler if self.trainer == -1 else self.trainer
@@ -147,27 +147,29 @@ Placement = Colocated | Split
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a batch are split."""
+    """Return the number of parts into which the rows of a batch are split."""
     return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
 
 
 def num_slot_shards(mesh: Mesh) -> int:
-    """Into how many parts the slots of the sampler are split."""
+    """Return the number of parts into which the slots of the sampler are split."""
     return int(np.prod([mesh.shape[a] for a in SLOT_AXES]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array that every device of the mesh holds whole."""
+    """Return the sharding of an array that every device of the mesh holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows(mesh: Mesh, axis: int = 0, *, tokens: bool = False) -> NamedSharding:
-    """Sharding of an array whose dimension `axis` counts rows; `tokens`: and the next their tokens."""
+    """Return the sharding of an array whose dimension `axis` counts rows; with `tokens` the next dimension counts
+    tokens."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES, *["context"] * tokens))
 
 
 def put(mesh: Mesh, arrays: Any, shardings: Any) -> Any:
-    """A tree of the host's arrays on the mesh. Of several processes each has all of them, and puts its part."""
+    """Put a tree of host arrays on the mesh. With several processes each has the whole arrays and puts its own
+    shards."""
     if mesh.is_multi_process:
 
         def own_shards(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -178,10 +180,10 @@ def put(mesh: Mesh, arrays: Any, shardings: Any) -> Any:
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, owner: str = "MeshSpec") -> Any:
-    """Shardings of a parameter tree.
+    """Return the shardings of a parameter tree.
 
     Args:
-      axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of things with a shape.
+      axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of objects with a shape.
       fsdp: False leaves the fsdp axis out (the sampler's copy: full on every batch shard, but for experts).
       owner: whose settings errors name.
 

@@ -21,7 +21,7 @@ from rolljax.trainer.kl import LOG_RATIO_LIMIT, KlEstimator, kl_estimate
 
 
 def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """For every token, the sum of `x` over the tokens of its row that have its id.
+    """Sum `x`, for every token, over the tokens of its row that have its id.
 
     Args:
       x_BT: `[B, T]` float32. Values at id 0 never reach another token.
@@ -35,10 +35,10 @@ def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
 
 
 def segment_mean(x_BT: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """For every token, the mean of `x` over the tokens of its row that have its id and are in the mask.
+    """Average `x`, for every token, over the tokens of its row that have its id and are in the mask.
 
-    `mask` is `[B, T]` bool; `x` outside of it may be anything. The result is `[B, T]`: 0 where the id is 0 and where
-    the mask leaves nothing of a segment; tokens outside of the mask get their segment's mean too.
+    `mask` is `[B, T]` bool; `x` may be anything outside of it. The result is `[B, T]`: 0 where the id is 0 and in
+    segments without a token in the mask; tokens outside the mask get their segment's mean too.
     """
     total_BT = segment_sum(jnp.where(mask_BT, x_BT, 0.0), ids_BT)
     count_BT = segment_sum(mask_BT.astype(x_BT.dtype), ids_BT)
@@ -92,10 +92,11 @@ def clipped(
     high: float | None,
     dual: float | None = None,
 ) -> jax.Array:
-    """PPO (arXiv 1707.06347): `-min(ratio A, clip(ratio, 1-low, 1+high) A)`, the gradient through the ratio.
+    """Compute the loss of PPO (arXiv 1707.06347): `-min(ratio A, clip(ratio, 1-low, 1+high) A)`, the gradient through
+    the ratio.
 
     Args:
-      low, high: how far the ratio may go before the gradient ends; None: without bound.
+      low, high: clip range; outside of it the gradient is 0. None: no bound.
       dual: for negative advantages the ratio counts as at most this, > 1 (dual-clip PPO, arXiv 1912.09729; usual 3).
     """
     # min over the two products is, for A > 0, a ceiling of the ratio, and for A < 0 a floor
@@ -109,7 +110,8 @@ def clipped(
 def clip_stats(
     ratio_BT: jax.Array, advantages_BT: jax.Array, low: float | None, high: float | None
 ) -> dict[str, jax.Array]:
-    """1 for each token that `clipped` cut from below (A < 0) or above (A > 0), else 0; `[B, T]` float32 by metric."""
+    """Return 1 for each token that `clipped` cut from below (A < 0) or above (A > 0), else 0; `[B, T]` float32 by
+    metric."""
     below_BT = _below(ratio_BT, low) & (advantages_BT < 0)
     above_BT = _above(ratio_BT, high) & (advantages_BT > 0)
     return {
@@ -119,12 +121,12 @@ def clip_stats(
 
 
 def vanilla(advantages_BT: jax.Array, logp_BT: jax.Array) -> jax.Array:
-    """REINFORCE: `-A logp`, no ratio."""
+    """Compute the loss of REINFORCE: `-A logp`, no ratio."""
     return -advantages_BT * logp_BT
 
 
 def truncated_is(ratio_BT: jax.Array, advantages_BT: jax.Array, logp_BT: jax.Array, cap: float = 1.0) -> jax.Array:
-    """REINFORCE weighted by the truncated importance ratio: `-stop(min(ratio, cap)) A logp`.
+    """Compute REINFORCE weighted by the truncated importance ratio: `-stop(min(ratio, cap)) A logp`.
 
     The truncation is that of V-trace (IMPALA, arXiv 1802.01561).
     """
@@ -140,11 +142,13 @@ def cispo(
     high: float | None,
     unified_mask: bool = False,
 ) -> jax.Array:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): `-stop(clip(ratio, 1-low, 1+high)) A logp`; every token keeps a gradient.
+    """Compute the loss of CISPO (MiniMax-M1, arXiv 2506.13585): `-stop(clip(ratio, 1-low, 1+high)) A logp`.
+
+    Every token keeps a gradient.
 
     Args:
-      low, high: None: without bound on that side.
-      unified_mask: leave out the tokens that PPO's clip would (that paper's unified formulation).
+      low, high: None: no bound on that side.
+      unified_mask: drop the tokens that PPO's clip would drop (that paper's unified formulation).
     """
     weight_BT = ratio_BT if low is None else jnp.maximum(ratio_BT, 1.0 - low)
     weight_BT = weight_BT if high is None else jnp.minimum(weight_BT, 1.0 + high)
@@ -163,7 +167,8 @@ def topr(
     cap: float = 1.0,
     good_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """TOPR (arXiv 2503.14286): `-positive A logp` where `good`, else `-negative stop(min(ratio, cap)) A logp`.
+    """Compute the loss of TOPR (arXiv 2503.14286): `-positive A logp` where `good`, else `-negative stop(min(ratio,
+    cap)) A logp`.
 
     With the ratio of turns and discounted outcomes as advantages it is the policy gradient of IPA (ROME).
 
@@ -183,7 +188,8 @@ def kimi(
     tau: float,
     sequences: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Kimi k1.5 (arXiv 2501.12599, eq. 3): `-A logp + tau/2 d^2`, REINFORCE held near the anchor.
+    """Compute the loss of Kimi k1.5 (arXiv 2501.12599, eq. 3): `-A logp + tau/2 d^2`, REINFORCE regularised towards the
+    anchor.
 
     Args:
       sequences: ids and mask `[B, T]` as in `log_ratio`: d is the sum of `logp - anchor` over the sequence, and each of
@@ -219,10 +225,10 @@ def kl(logp_BT: jax.Array, ref_logp_BT: jax.Array, estimator: KlEstimator) -> ja
 
 
 def value_loss(values: jax.Array, returns: jax.Array, old_values: jax.Array, clip: float | None = None) -> jax.Array:
-    """A critic's `(V - return)^2 / 2`; arrays of any one shape, the loss has it too.
+    """Compute a critic's loss `(V - return)^2 / 2`; arrays of any one shape, which the loss has too.
 
     Args:
-      clip: take the worse of V and of V moved at most this far from `old_values` (PPO's clipped value loss); None: off.
+      clip: take the worse of V and of V clipped to within this of `old_values` (PPO's clipped value loss); None: off.
     """
     returns = jax.lax.stop_gradient(returns)
     error = jnp.square(values - returns)
@@ -239,7 +245,7 @@ def value_loss(values: jax.Array, returns: jax.Array, old_values: jax.Array, cli
 def dpo(
     chosen_logratio: jax.Array, rejected_logratio: jax.Array, beta: float, label_smoothing: float = 0.0
 ) -> jax.Array:
-    """DPO (arXiv 2305.18290): `-log sigmoid(beta (chosen - rejected))`.
+    """Compute the loss of DPO (arXiv 2305.18290): `-log sigmoid(beta (chosen - rejected))`.
 
     Args:
       chosen_logratio, rejected_logratio: log-prob of the answer minus that of the reference, summed over tokens, nats.
@@ -251,18 +257,19 @@ def dpo(
 
 
 def ipo(h: jax.Array, beta: float) -> jax.Array:
-    """IPO (arXiv 2310.12036): `(h - 1/(2 beta))^2`, with `h` the chosen minus the rejected log-ratio, nats."""
+    """Compute the loss of IPO (arXiv 2310.12036): `(h - 1/(2 beta))^2`, with `h` the chosen minus the rejected
+    log-ratio, nats."""
     return jnp.square(h - 0.5 / beta)
 
 
 def simpo(chosen_mean_logp: jax.Array, rejected_mean_logp: jax.Array, beta: float, gamma: float) -> jax.Array:
-    """SimPO (arXiv 2405.14734): `-log sigmoid(beta (chosen - rejected) - gamma)`.
+    """Compute the loss of SimPO (arXiv 2405.14734): `-log sigmoid(beta (chosen - rejected) - gamma)`.
 
-    Takes mean log-probs per token, nats; there is no reference. `gamma` is the margin asked for.
+    It takes mean log-probs per token, nats, and has no reference. `gamma` is the target margin.
     """
     return -jax.nn.log_sigmoid(beta * (chosen_mean_logp - rejected_mean_logp) - gamma)
 
 
 def bradley_terry(chosen_score: jax.Array, rejected_score: jax.Array) -> jax.Array:
-    """Loss of a reward model: `-log sigmoid(chosen - rejected)`."""
+    """Compute the loss of a reward model: `-log sigmoid(chosen - rejected)`."""
     return -jax.nn.log_sigmoid(chosen_score - rejected_score)

@@ -96,7 +96,8 @@ class Optimizer(abc.ABC):
             )
 
     def rate(self, num_updates: int) -> optax.Schedule:
-        """Learning rate by update index, 0 to `num_updates` - 1. A falling one reaches its end after the last."""
+        """Return the learning rate by update index, 0 to `num_updates` - 1. A decaying rate reaches its final value
+        after the last."""
         return self._schedule(self.highest_lr, num_updates)
 
     def _schedule(self, lr: float, num_updates: int) -> optax.Schedule:
@@ -120,14 +121,14 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def rule(self, num_updates: int) -> optax.GradientTransformation:
-        """What is done to a clipped gradient. It must treat every parameter by itself."""
+        """Return the transformation of a clipped gradient. It must treat every parameter independently."""
 
     def build(self, num_updates: int) -> Transformation:
-        """The transformation for a phase of `num_updates` optimizer updates.
+        """Build the transformation for a phase of `num_updates` optimizer updates.
 
-        `update` takes one argument more than optax asks for: where the boolean scalar `ok` is False the state stays as
-        it was and the updates are 0. With `offload`, call it inside a jitted function whose state is placed as
-        `host_shardings` says, and leave the state that comes out alone: it is in host memory.
+        `update` takes one more argument than optax requires: where the boolean scalar `ok` is False, the state does not
+        change and the updates are 0. With `offload`, call it inside a jitted function whose state is placed as
+        `host_shardings` says, and do not compute with the returned state there: it is in host memory.
         """
         rule = _gated(self.rule(num_updates))
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(rule) if self.offload else rule)
@@ -142,7 +143,8 @@ class Optimizer(abc.ABC):
         return not self.offload
 
     def host_shardings(self, shardings: Any) -> Any:
-        """Where the state lives between updates: `shardings` (of `opt_state_shardings`), with `offload` on the host.
+        """Return where the state is kept between updates: `shardings` (of `opt_state_shardings`), with `offload` on the
+        host.
 
         Raises:
           ConfigError: the devices cannot reach host memory.
@@ -319,15 +321,15 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _labels(label: Callable[[tuple[str, ...]], str]) -> Callable[[Params], Any]:
-    """A function from a parameter tree to the same tree of `label(names on the way to the leaf)`."""
+    """Return a function from a parameter tree to the same tree of `label(names on the path to the leaf)`."""
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: label(_names(path)), params)
 
 
 def _matrix(names: tuple[str, ...]) -> Any:
-    """Rows and columns of a layer's weight matrix, None for any other parameter."""
+    """Return the rows and columns of a layer's weight matrix, None for any other parameter."""
     if "layers" not in names:
         return None
-    if names[-1].endswith(("_a", "_b")):  # of adapters, with their inputs and outputs flat
+    if names[-1].endswith(("_a", "_b")):  # adapters, whose inputs and outputs are flat
         return optax.contrib.MuonDimensionNumbers(-2, -1)
     return MATRICES.get(names[-1])
 
@@ -346,14 +348,14 @@ def _part(names: tuple[str, ...]) -> str:
 
 
 def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:
-    """Norms of the gradient's parts, whose squares add up to that of the full gradient.
+    """Compute the norms of the gradient's parts, whose squares add up to that of the full gradient.
 
     Args:
       grads: tree of a decoder's or value model's parameters.
 
     Returns:
-      float32 scalars for `embed`, `attention`, `ffn`, `norm` and, unless it is the embedding, `head` (of a value model:
-      its linear map).
+      float32 scalars for `embed`, `attention`, `ffn`, `norm` and `head` (of a value model its linear map). There is no
+      `head` if it is the embedding.
     """
     parts: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
@@ -365,7 +367,7 @@ def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:
 
 
 def _per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` for each layer by itself; arrays and state have a leading L. Without any arrays it is `tx`."""
+    """Apply `tx` to each layer by itself; arrays and state have a leading L. Without any arrays the result is `tx`."""
 
     def init(params: Params) -> Any:
         return jax.vmap(tx.init)(params) if jax.tree.leaves(params) else tx.init(params)
@@ -378,7 +380,7 @@ def _per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def _gated(tx: optax.GradientTransformation) -> Transformation:
-    """`tx`, doing nothing where `ok` is False."""
+    """Wrap `tx` so that it changes nothing where `ok` is False."""
 
     def update(grads: Params, state: Any, params: Params, *, ok: jax.Array | bool = True) -> tuple[Params, Any]:
         updates, new = tx.update(grads, state, params)
@@ -389,10 +391,10 @@ def _gated(tx: optax.GradientTransformation) -> Transformation:
 
 
 def _one_by_one(tx: Transformation) -> Transformation:
-    """`tx` with its state in host memory: one parameter after the other fetches its share of it and puts it back.
+    """Wrap `tx` to keep its state in host memory: one parameter after the other fetches its part and puts it back.
 
-    The barrier is what makes them take turns. Without it compilers start all copies at once, and an update needs more
-    device memory than one that keeps its state there.
+    The barrier enforces the order. Without it compilers start all copies at once, and an update needs more device
+    memory than one that keeps its state there.
     """
 
     def update(grads: Params, state: Any, params: Params, *, ok: jax.Array | bool = True) -> tuple[Params, Any]:
@@ -421,7 +423,7 @@ def _one_by_one(tx: Transformation) -> Transformation:
 
 
 def _owners(state: Any, params: Params) -> list[int | None]:
-    """For every leaf of `state` the index of the parameter whose path its own ends with; None for counters."""
+    """Return for every leaf of `state` the index of the parameter whose path ends its own; None for counters."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def owner(path: tuple[Any, ...]) -> int | None:
@@ -432,7 +434,7 @@ def _owners(state: Any, params: Params) -> list[int | None]:
 
 
 def _only(leaves: dict[int, Any], tree: Any) -> Any:
-    """A tree with some of its leaves; optax passes over the others."""
+    """Return a tree with some of its leaves; optax skips the others."""
     return tree.unflatten([leaves.get(j, optax.MaskedNode()) for j in range(tree.num_leaves)])
 
 
@@ -448,12 +450,13 @@ def _to_host(tree: Any) -> Any:
 
 
 def opt_state_shardings(mesh: Mesh, init: Any, abstract_params: Params, param_shardings: Any) -> Any:
-    """Shardings of an optimizer's state: what has a parameter's axes is split as they are, the rest is on every device.
+    """Return the shardings of an optimizer's state.
 
-    Moments have the sharding of their parameter; a mean over some axis keeps the sharding of the other axes.
+    Moments have the sharding of their parameter; a mean over some axis keeps the sharding of the other axes. Arrays
+    without a parameter's axes are replicated.
 
     Args:
-      init: a transformation, or its `init` (perhaps under `vmap`).
+      init: a transformation, or its `init` (possibly under `vmap`).
       abstract_params: shapes and dtypes. param_shardings: the same tree of `NamedSharding`.
     """
     # JAX itself follows the axes through `init`, on a mesh whose axes are part of every array's type

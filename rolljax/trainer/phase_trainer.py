@@ -135,8 +135,8 @@ class PhaseTrainer:
         return state, TrainedStep(dict(credit.algorithm_state), report.row(), len(kept), columns)
 
     def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
-        """Mean cross-entropy of the reference tokens of some trajectories, in nats at temperature 1: of the policy, and
-        of the teacher that `algorithm.needs().divergence` names."""
+        """Return the mean cross-entropy of the trajectories' reference tokens, in nats at temperature 1, under the
+        policy and under the teacher that `algorithm.needs().divergence` names."""
         term = self.algorithm.needs().divergence
         assert term is not None, "the algorithm has no teacher"
         own = self.model.full_params(state.params, self.base)
@@ -156,7 +156,7 @@ class PhaseTrainer:
         return float(student), float(teacher)
 
     def compute_credit_inputs(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> Episodes:
-        """The episodes with everything that the algorithm asks the models for.
+        """Return the episodes with all model outputs that the algorithm needs.
 
         Args:
           batches: `pack_samples` of the same trajectories.
@@ -170,7 +170,7 @@ class PhaseTrainer:
         return dataclasses.replace(episodes, **found)  # type: ignore[arg-type]
 
     def compute_values(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> np.ndarray:
-        """Values `[critics, N, T]` of the state before every token."""
+        """Compute the values `[critics, N, T]` of the state before every token."""
         assert state.critics is not None
         return self.forward_passes.compute_values(state.critics.params, batches, episodes.mask)
 
@@ -189,14 +189,14 @@ class PhaseTrainer:
         return [PlacedBatch(self.mesh, self.pack(share)) for share in shares]
 
     def pack_micro_batches(self, kept: Samples, kl_coef: float = 0.0) -> list[PlacedBatch]:
-        """The micro-batches of each of a step's updates, from samples with their credit."""
+        """Pack samples with their credit into the micro-batches of each of a step's updates."""
         shares = [kept[u :: self.updates_per_step] for u in range(min(self.updates_per_step, len(kept)))]
         return [PlacedBatch(self.mesh, self.pack(share, kl_coef)) for share in shares]
 
     def update_critics(
         self, state: TrainState, batches: Sequence[PlacedBatch], step: int
     ) -> tuple[TrainState, list[MetricsRow]]:
-        """All updates of the critics in a step, if there are any, and the metrics of each."""
+        """Apply a step's updates of the critics, if there are any; return the metrics of each."""
         rows: list[MetricsRow] = []
         for _ in range(self.critic.epochs if self.critic else 0):
             for batch in batches:
@@ -208,7 +208,7 @@ class PhaseTrainer:
     def update_policy(
         self, state: TrainState, batches: Sequence[PlacedBatch], step: int
     ) -> tuple[TrainState, list[MetricsRow]]:
-        """All updates of the policy in a step, and the metrics of each; none while only critics learn."""
+        """Apply a step's updates of the policy; return the metrics of each. No updates while only critics learn."""
         rows: list[MetricsRow] = []
         if not self.algorithm.trains_policy or (self.critic and step < self.critic.warmup_steps):
             return state, rows
@@ -221,7 +221,7 @@ class PhaseTrainer:
         return state, rows
 
     def pack(self, groups: Samples, kl_coef: float = 0.0) -> Packed:
-        """One update's rows."""
+        """Pack the rows of one update."""
         return pack(
             groups,
             self.shape,
@@ -244,7 +244,7 @@ class PhaseTrainer:
             )
 
     def _center_critics(self, state: TrainState, kept: list[list[Sample]]) -> tuple[TrainState, list[list[Sample]]]:
-        """Critics start from the mean return of what they see first, not from 0."""
+        """Shift new critics by the mean return of their first samples, so that their values do not start from 0."""
         fresh = self.critic is not None and self.critic.model != "previous" and self.algorithm.trains_policy
         if not fresh or not kept or state.critics is None:
             return state, kept
@@ -348,7 +348,8 @@ class Stopwatch:
 
 
 def _checked(stats: Mapping[str, jax.Array], part: str, batch: TokenBatch, step: int) -> MetricsRow:
-    """Metrics of an update of the policy (`part` is `optim`) or of the critics (`critic`)."""
+    """Return the metrics of an update of the policy (`part` is `optim`) or of the critics (`critic`). Raise
+    `NotFinite`."""
     row = {k: float(v) for k, v in jax.device_get(dict(stats)).items()}
     if not row.pop(f"{part}/finite"):
         loss = row["loss/total" if part == "optim" else "critic/loss"]
@@ -359,7 +360,7 @@ def _checked(stats: Mapping[str, jax.Array], part: str, batch: TokenBatch, step:
 
 
 def _with_stats_before(before: Credit, after: Credit) -> Credit:
-    """`after`, with what `before` says of how well critics foresee what they have not learned from."""
+    """Return `after` with the explained variance of `before`, measured before the critics learned from this step."""
     kept = {name: value for name, value in before.stats.items() if name == "critic/explained_var"}
     return dataclasses.replace(after, stats={**after.stats, **kept})
 

@@ -21,23 +21,23 @@ class Publish(Protocol):
     """See `make_publish`."""
 
     def __call__(self, params: Params, over: Params | None = None) -> Params:
-        """The sampler's weights.
+        """Return the sampler's weights.
 
         Args:
-          params: what `Model.bind` takes. over: weights of the sampler that these replace, in their memory; None: in
-            new memory.
+          params: the argument of `Model.bind`. over: the sampler's weights to overwrite; None: allocate new memory.
         """
         ...
 
 
 def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
-    """A copy of what `Model.bind` takes, full on every batch shard, matrices in the model's compute dtype.
+    """Return a function that copies the argument of `Model.bind`, full on every batch shard, matrices in the compute
+    dtype.
 
     Args:
-      mesh: the trainer's. to: the sampler's, if it is another one; over other devices weights travel between them.
+      mesh: the trainer's. to: the sampler's, if it differs; over other devices the weights are transferred.
 
-    Adapters are added to their maps, so that the sampler's is the plain decoder; in bfloat16 the sum is rounded, which
-    the trainer's adapters are not.
+    Adapters are added to their maps, so that the sampler runs the plain decoder. In bfloat16 the sum is rounded; the
+    trainer's adapters are not.
     """
     to = to or mesh
     if share_devices(mesh, to):
@@ -48,7 +48,7 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
 
 
 def share_devices(mesh: Mesh, other: Mesh) -> bool:
-    """Whether two meshes are over the same devices in the same order."""
+    """Return whether two meshes have the same devices in the same order."""
     return bool(mesh.devices.flatten().tolist() == other.devices.flatten().tolist())
 
 
@@ -81,15 +81,16 @@ class Reshard:
         return self.received.size * sum(jax.tree.leaves(each))
 
     def cast(self, params: Params) -> Params:
-        """What `Model.bind` takes, as a plain decoder's weights in the compute dtype; in parts, on the same devices."""
+        """Return the argument of `Model.bind` as a plain decoder's weights in the compute dtype; in parts, on the same
+        devices."""
         return self.cast_program(params, self._cast_into())
 
     def move(self, parts: Params) -> Params:
-        """These parts on the devices of the other mesh."""
+        """Move these parts to the devices of the other mesh."""
         return jax.device_put(parts, self.landing)
 
     def write(self, parts: Params, over: Params | None) -> Params:
-        """The weights of these parts, written over others of that mesh, which are given up (None: in new memory)."""
+        """Write these parts over the weights `over` of the other mesh, which are donated (None: into new memory)."""
         return self.write_program(parts, self._write_into() if over is None else over)
 
 
@@ -100,22 +101,23 @@ def in_parts(mesh: Mesh, parts: int) -> Mesh:
 
 
 def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Params]:
-    """Makes weights of zeros, to be written over; fsdp: see `make_write`."""
+    """Return a function that makes weights of zeros, to be overwritten; fsdp: see `make_write`."""
     shapes, there = _weights(model, to, fsdp)
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=there)
 
 
 def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax.stages.Wrapped:
-    """The jitted `(params, over) -> over`, both meshes over the same devices: one layer after the other is gathered and
-    written, so that besides both no more than a layer is ever in memory. `over` is donated.
+    """Return the jitted `(params, over) -> over`, both meshes over the same devices. `over` is donated.
 
-    fsdp: what is written is split over that axis of `to` as well, as the trainer's parameters are.
+    It gathers and writes one layer after the other, so that no more than a layer is held in memory besides both.
+
+    fsdp: shard the written weights over that axis of `to` too, like the trainer's parameters.
     """
     plain, (_, here), (_, there) = model.plain, _weights(model, mesh, True), _weights(model, to, fsdp)
     axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
     def layer_of(params: Params, i: jax.Array | int) -> Params:
-        """Layer `i`, and what is of no layer, as they will lie."""
+        """Return layer `i` and all parameters outside of layers, sharded for the sampler."""
 
         def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1) if names[0] == "layers" else x
@@ -139,7 +141,7 @@ def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax
 
 
 def _weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
-    """Shapes of the sampler's weights, and where they lie on a mesh; fsdp: see `param_shardings`."""
+    """Return the shapes of the sampler's weights, and their shardings on a mesh; fsdp: see `param_shardings`."""
     plain = model.plain
     shapes = jax.eval_shape(plain.computed, plain.abstract())
     return shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp)
@@ -150,9 +152,9 @@ def _weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
 
 @jax.jit
 def checksums(params: Params) -> Params:
-    """A number for each array, uint32: the sum of its bit patterns, each times the odd number 2 i + 1 of its place i.
+    """Compute a checksum of each array, uint32: the sum of its bit patterns, each times `2 i + 1` for its index i.
 
-    Exact, and the same wherever the parts of an array lie; parts that change places change it.
+    It is exact and does not depend on the sharding of an array; swapping parts of an array changes it.
     """
     return jax.tree.map(_checksum, params)
 
@@ -165,6 +167,6 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def differing(sent: Params, received: Params) -> list[str]:
-    """Names of the arrays whose `checksums` are not equal."""
+    """Return the names of the arrays whose `checksums` differ."""
     pairs = zip(jax.tree.leaves_with_path(sent), jax.tree.leaves(received), strict=True)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for (path, a), b in pairs if int(a) != int(b)]

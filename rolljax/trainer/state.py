@@ -95,13 +95,13 @@ class StateBuilder:
         return ParamState(params, opt_state, replicated(self.mesh))  # type: ignore[arg-type]
 
     def init(self, params: Params, previous: ParamState | None = None) -> TrainState:
-        """A fresh state around the policy's `params`.
+        """Return a new state with the policy's `params`.
 
         Args:
-          previous: the critics of the phase before, for `Critic.model = 'previous'`.
+          previous: the critics of the previous phase, for `Critic.model = 'previous'`.
 
         Raises:
-          TrainerError: the critics of the phase before are asked for, and there were none.
+          TrainerError: the settings name the previous phase's critics, and there are none.
         """
         tx = self.optimizer.build(self.num_updates)
 
@@ -132,7 +132,7 @@ class StateBuilder:
         return jax.jit(with_optimizer, out_shardings=shardings)(params, kept)
 
     def abstract(self) -> TrainState:
-        """Shapes and dtypes of the state."""
+        """Return the shapes and dtypes of the state."""
         params, count = self.model.abstract(), jax.ShapeDtypeStruct((), jnp.int32)
         tx = self.optimizer.build(self.num_updates)
         policy = ParamState(params, jax.eval_shape(tx.init, params), count)  # type: ignore[arg-type]
@@ -146,21 +146,21 @@ class StateBuilder:
 
 
 def stacked(shapes: Params, num: int) -> Params:
-    """Shapes with a leading axis of critics."""
+    """Return the shapes with a leading axis of critics."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype), shapes)
 
 
 def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """The full array, wherever its shards lie."""
+    """Return the full array on the host, gathering its shards."""
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return process_allgather(leaf, tiled=True)
     return np.asarray(leaf)
 
 
 def fingerprint(tree: Any) -> str:
-    """SHA-256 over the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal.
+    """Compute the SHA-256 of the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal.
 
-    All processes that the leaves lie on call it.
+    All processes that hold shards of the leaves must call it.
 
     Raises:
       TypeError: a leaf is no array of numbers.

@@ -45,7 +45,8 @@ ReferencePolicies = Mapping[str, tuple[Model, Params]]
 
 
 def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
-    """The micro-batch with harmless values wherever the scale is 0, so that nothing there can reach a gradient."""
+    """Return the micro-batch with harmless values wherever the scale is 0, so that nothing there can reach a
+    gradient."""
     own_logp, arrays = jax.lax.stop_gradient(logp), batch.arrays()
     logps = {n: a for n, a in arrays.items() if COLUMNS[n].clean == "logp"}
     others = {n: a for n, a in arrays.items() if COLUMNS[n].clean == "zero"}
@@ -59,7 +60,8 @@ def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
 def policy_loss(
     model: Model, algorithm: Algorithm, references: ReferencePolicies, shards: NumShards = UNSHARDED
 ) -> LossFn:
-    """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
+    """Return the function that computes a micro-batch's share of the policy's loss, and its statistics (sums over
+    tokens, maxima)."""
     divergence = algorithm.needs().divergence
 
     def loss_fn(params: Params, batch: TokenBatch) -> Loss:
@@ -87,10 +89,10 @@ def policy_loss(
 
 
 def _balance(model: Model, load: Load, batch: TokenBatch) -> jax.Array:
-    """The micro-batch's part of the load-balancing loss: its own, by its share of the update's tokens.
+    """Compute the micro-batch's part of the load-balancing loss, weighted by its fraction of the update's tokens.
 
-    The loss is a product of two means, so that the parts of several micro-batches are not that of all of them together:
-    each is balanced by itself. The mesh makes no difference: a micro-batch is counted over all of its devices.
+    The loss is a product of two means, so that the sum over micro-batches is not the loss of all of them together: each
+    is balanced by itself. The mesh makes no difference: a micro-batch is counted over all of its devices.
     """
     assert model.cfg.routing
     share = load.tokens / jnp.maximum(batch.num_computed, 1)
@@ -98,7 +100,7 @@ def _balance(model: Model, load: Load, batch: TokenBatch) -> jax.Array:
 
 
 def critic_loss(model: ValueModel, algorithm: Algorithm) -> CriticLossFn:
-    """One critic's share of its loss from one micro-batch, and its statistics."""
+    """Return the function that computes a micro-batch's share of one critic's loss, and its statistics."""
 
     def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch) -> Loss:
         weights = masked.clean(weights, batch.scale)
@@ -120,7 +122,7 @@ def _share(
     name: str = "loss/total",
     weights: jax.Array | float = 1.0,
 ) -> Loss:
-    """The loss, and its statistics under `name`; `weights`: what a token counts in the means, on average 1."""
+    """Return the loss, and its statistics under `name`; `weights`: the weight of a token in the means, on average 1."""
     trained = (batch.scale != 0).astype(jnp.float32)
     total = masked.total(loss, batch.scale)
     counted, tokens = trained * weights, jnp.maximum(batch.num_tokens, 1)
@@ -131,7 +133,8 @@ def _share(
 
 
 def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
-    """How far the trainer's log-probs are from the sampler's, per token, turn and trajectory: means and maxima."""
+    """Measure the distance of the trainer's log-probs from the sampler's, per token, turn and trajectory: means and
+    maxima."""
     trained = (batch.scale != 0).astype(jnp.float32)
     gap = jax.lax.stop_gradient(logp) - batch.sampler_logp
     turn = jnp.abs(objectives.segment_mean(gap, batch.turn_ids, trained))
@@ -186,9 +189,9 @@ def gradients(
     shards: NumShards = UNSHARDED,
     base: Base | None = None,
 ) -> tuple[Params, Stats]:
-    """Gradient of the update's loss with respect to the policy's parameters, and the statistics of the update.
+    """Compute the gradient of the update's loss for the policy's parameters, and the statistics of the update.
 
-    base: frozen weights of a model with adapters, whose parameters these are.
+    base: frozen weights, if the parameters are adapters.
     """
     loss_fn = policy_loss(model, algorithm, references or {}, shards)
     grad_fn = jax.grad(lambda p, b: loss_fn(model.full_params(p, base), b), has_aux=True)
@@ -210,7 +213,7 @@ def apply(
     *,
     in_branch: bool = False,
 ) -> tuple[ParamState, Stats]:
-    """One optimizer update, unless something is not finite or there was nothing to train on: then the old state.
+    """Apply one optimizer update. Keep the old state if something is not finite or there was nothing to train on.
 
     in_branch: see `Optimizer.in_branch`.
     """

@@ -55,16 +55,17 @@ def token_logp(
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of every target under `softmax(hidden @ head.T / temperature)`, and the entropy of that distribution.
+    """Compute the log-prob of every target under `softmax(hidden @ head.T / temperature)`, and the entropy of that
+    distribution.
 
     Differentiable in `hidden` and `head_VD` (whose gradient has the head's dtype), not in the temperature.
 
     Args:
       hidden: `[..., D]`. targets: `[...]` int, 0 to V - 1.
       temperature: scalar, above 0.
-      softcap: what no logit passes, above 0; None: they stay as they are.
-      entropy_grad: whether gradients flow through the entropy, too.
-      shards: parts in which the head is walked (`trainer.vocab_blocks`); a multiple of the mesh axis that splits the
+      softcap: bound of the logits' absolute value, above 0; None: no bound.
+      entropy_grad: whether gradients also flow through the entropy.
+      shards: number of parts of the head (`trainer.vocab_blocks`); a multiple of the mesh axis that splits the
         vocabulary.
       block_bytes: most bytes of a block of logits, over all devices.
 
@@ -89,7 +90,8 @@ def logp_at(
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> jax.Array:
-    """Log-probs of several tokens per position; `ids [..., k]` in, `[..., k]` float32 out. As `token_logp`."""
+    """Compute the log-probs of several tokens per position; `ids [..., k]` in, `[..., k]` float32 out. As
+    `token_logp`."""
     return _logp_entropy(Blocks(shards, block_bytes, False), hidden, head_VD, ids, Logits.of(temperature, softcap))[0]
 
 
@@ -103,9 +105,9 @@ def topk(
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `k` likeliest tokens per position, likeliest first (of equals the lower id), and their log-probs.
+    """Return the `k` likeliest tokens per position, likeliest first (of equals the lower id), and their log-probs.
 
-    What a teacher ships in place of its logits. No gradient; arguments otherwise as in `token_logp`.
+    A teacher sends these in place of its logits. No gradient; other arguments as in `token_logp`.
 
     Returns:
       `(ids [..., k] int32, logp [..., k] float32)`.
@@ -134,7 +136,8 @@ def divergence(
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> jax.Array:
-    """Divergence of the student's distribution s from the teacher's t per position, `tau^2 D(softmax(z/tau))`; nats.
+    """Compute the divergence of the student's distribution s from the teacher's t per position, `tau^2
+    D(softmax(z/tau))`; nats.
 
     - forward: KL(t || s), arXiv 1503.02531 for the factor tau^2. reverse: KL(s || t).
     - js: half of KL(t || m) plus half of KL(s || m), with m the mean of both; at most ln 2.
@@ -175,13 +178,13 @@ def divergence(
 def topk_divergence(
     logp: jax.Array, teacher_logp: jax.Array, remainder: Literal["renormalise", "bucket"] = "bucket"
 ) -> jax.Array:
-    """KL(teacher || student) from the teacher's k likeliest tokens alone, `[..., k]` to `[...]`; nats.
+    """Compute KL(teacher || student) from the teacher's k likeliest tokens alone, `[..., k]` to `[...]`; nats.
 
-    - renormalise: both distributions over the k tokens only. Sees nothing of what the student says elsewhere.
+    - renormalise: both distributions over the k tokens only. It ignores the student's probability of other tokens.
     - bucket: all other tokens are one more outcome, on both sides; a lower bound of the full divergence. Remainders
-      below 1e-5 count as 1e-5, as a float32 sum of probabilities knows no better.
+      below 1e-5 count as 1e-5, the precision of a float32 sum of probabilities.
 
-    Taken from distributions at a temperature tau, it wants a factor of tau^2, which is the caller's.
+    For distributions at a temperature tau, the caller multiplies the result by tau^2.
 
     Args:
       logp: the student's, of the same tokens (`logp_at`). Gradients flow here only.
@@ -207,7 +210,7 @@ def topk_divergence(
 def _logp_entropy(
     blocks: Blocks, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: Logits
 ) -> tuple[jax.Array, jax.Array]:
-    """`(log-probs at ids [..., k], entropy [...])`."""
+    """Compute `(log-probs at ids [..., k], entropy [...])`."""
     return _logp_entropy_forward(blocks, hidden, head_VD, ids, logits)[0]
 
 
@@ -265,7 +268,7 @@ class _Divergence(NamedTuple):
     alpha: float
 
     def terms(self) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], ...]:
-        """Functions of the log-probs `(t, s)` of teacher and student at one token, to be summed over tokens."""
+        """Return functions of the log-probs `(t, s)` of teacher and student at one token, to be summed over tokens."""
 
         def forward(t: jax.Array, s: jax.Array) -> jax.Array:
             return jnp.exp(t) * (t - s)
@@ -315,7 +318,7 @@ def _divergence_forward(
     teacher_head_VE: jax.Array,
     teacher_logits: Logits,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Two walks: what makes scores log-probs, then the terms."""
+    """Walk over the vocabulary twice: first for the normalisers, then for the terms."""
     blocks, adaptive, terms = settings.blocks, settings.kind == "adaptive", settings.terms()
     student, teacher = (
         VocabScorer(hidden, head_VD, logits),
@@ -371,12 +374,13 @@ _divergence.defvjp(_divergence_forward, _divergence_backward)
 
 
 def _value_and_slope(term: Callable[..., jax.Array], t: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A term and its derivative in the student's log-prob."""
+    """Return a term and its derivative in the student's log-prob."""
     return jax.jvp(lambda s: term(t, s), (s,), (jnp.ones_like(s),))
 
 
 def _lowest_of_head(logp: jax.Array) -> jax.Array:
-    """The least log-prob `[..., 1]` that belongs to the head, from the likeliest ones `[..., k]` in falling order."""
+    """Return the lowest log-prob `[..., 1]` that belongs to the head, from the likeliest ones `[..., k]` in falling
+    order."""
     mass = jnp.exp(logp)
     inside = jnp.cumsum(mass, -1) - mass < _HEAD_MASS
     return jnp.where(inside, logp, jnp.inf).min(-1, keepdims=True) - _TIE

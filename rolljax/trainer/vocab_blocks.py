@@ -49,9 +49,9 @@ class Blocks(NamedTuple):
             )
 
     def size(self, hidden: jax.Array, width: int, logits: int = 1) -> int:
-        """Columns of a block in each of the shards, of `width` columns; all but the last block have as many.
+        """Return the columns of a block in each shard of `width` columns; only the last block may have fewer.
 
-        `logits`: how many blocks of logits are held at a time.
+        `logits`: number of blocks of logits that are held at a time.
         """
         column_bytes = 4 * logits * self.shards * math.prod(hidden.shape[:-1])
         if column_bytes * width <= self.block_bytes:
@@ -61,12 +61,12 @@ class Blocks(NamedTuple):
         return min(-(-even // _LANES) * _LANES, width)
 
     def by_shard(self, head_VD: jax.Array) -> jax.Array:
-        """`[S, V/S, D]`, or the head itself if it is one shard: CPU compilers are slow with axes of size 1."""
+        """Return `[S, V/S, D]`, or the head itself if it is one shard: CPU compilers are slow with axes of size 1."""
         return head_VD if self.shards == 1 else head_VD.reshape(self.shards, -1, head_VD.shape[1])
 
     def map_shards(self, of_shard: Callable[..., Any], *args: Any) -> Any:
-        """`of_shard(first token id, *args of the shard)` for all shards at once. Arguments and results have the leading
-        axes that `by_shard` gives."""
+        """Compute `of_shard(first token id, *args of the shard)` for all shards at once. Arguments and results have the
+        leading axes that `by_shard` gives."""
         if self.shards == 1:
             return of_shard(0, *args)
         width = jax.tree.leaves(args)[0].shape[1]
@@ -78,7 +78,7 @@ class Blocks(NamedTuple):
 
 
 def walk(width: int, size: int, step: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
-    """`step(carry, first column, columns)` over all blocks of a shard."""
+    """Fold `step(carry, first column, columns)` over all blocks of a shard."""
     full = width // size
     carry = lax.fori_loop(0, full, lambda i, c: step(c, i * size, size), carry) if full > 1 else step(carry, 0, size)
     return step(carry, full * size, width - full * size) if width > full * size else carry
@@ -97,27 +97,27 @@ class Logits(NamedTuple):
         return cls(jnp.float32(temperature), None if softcap is None else jnp.float32(softcap))
 
     def scores(self, hidden: jax.Array, block_VD: jax.Array) -> jax.Array:
-        """Logits over the temperature, `[..., V]`."""
+        """Compute the logits over the temperature, `[..., V]`."""
         logits = jnp.einsum("...d,vd->...v", hidden, block_VD, preferred_element_type=jnp.float32)
         if self.cap is not None:
             logits = self.cap * jnp.tanh(logits / self.cap)
         return logits * (1 / self.temperature)
 
     def slope(self, z: jax.Array) -> jax.Array:
-        """Derivative of scores `z` in the matrix product."""
+        """Return the derivative of scores `z` in the matrix product."""
         slope = 1 / self.temperature
         return slope if self.cap is None else slope * (1 - jnp.square(z * (self.temperature / self.cap)))
 
 
 def head_block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperature: jax.Array) -> jax.Array:
-    """Rows of a head, cast; NaN for temperatures that are not positive.
+    """Return rows of a head, cast to `dtype`; NaN for temperatures that are not positive.
 
-    Compilers like to cast all of the head once, before the loop, and hold the copy. The barrier keeps CPU compilers
-    from it. TPU compilers drop barriers before they look for such casts; a factor of 1 that they cannot know to be the
-    same for every block keeps the cast in the loop.
+    Compilers like to cast all of the head once, before the loop, and hold the copy. The barrier prevents this on CPU.
+    TPU compilers drop barriers before they look for such casts; a factor of 1 that they cannot prove equal for every
+    block keeps the cast in the loop.
     """
     head_VD, start = lax.optimization_barrier((head_VD, start))
-    # first as it lies: or a head that needs no cast would be gathered, and then sliced
+    # sliced in the stored sharding: otherwise a head that needs no cast would be gathered first, and then sliced
     block_VD = constrain(lax.dynamic_slice_in_dim(head_VD, start, size), *_UNSHARDED, rules=PARAM_RULES)
     if block_VD.dtype != dtype:
         factor = jnp.where((start + 1) * temperature > 0, 1, jnp.nan).astype(block_VD.dtype)
@@ -142,17 +142,17 @@ class Normaliser(NamedTuple):
 
     @classmethod
     def below_zero(cls, z: jax.Array) -> Normaliser:
-        """Of scores `[..., V]` with a peak of 0."""
+        """Return the normaliser of scores `[..., V]` with a peak of 0."""
         mass = jnp.exp(z)
         return cls(jnp.zeros(z.shape[:-1], jnp.float32), mass.sum(-1), _dot(mass, z))
 
     def lift(self, peak: jax.Array) -> Normaliser:
-        """The same sums, taken from another peak."""
+        """Return the same sums relative to another peak."""
         scale = jnp.exp(self.peak - peak)
         return Normaliser(peak, scale * self.mass, scale * (self.tilt + (self.peak - peak) * self.mass))
 
     def add(self, z: jax.Array) -> Normaliser:
-        """With a block `[..., V]` more."""
+        """Add a block `[..., V]`."""
         peak = jnp.maximum(self.peak, z.max(-1))
         below = z - peak[..., None]
         mass = jnp.exp(below)
@@ -160,14 +160,15 @@ class Normaliser(NamedTuple):
         return Normaliser(peak, old.mass + mass.sum(-1), old.tilt + _dot(mass, below))
 
     def merge_shards(self, blocks: Blocks) -> Normaliser:
-        """All shards together."""
+        """Merge all shards."""
         if blocks.shards == 1:
             return self
         peak, mass, tilt = self.lift(self.peak.max(0))
         return Normaliser(peak, mass.sum(0), tilt.sum(0))
 
     def logp(self, z: jax.Array) -> jax.Array:
-        """Log-probs of scores `[..., k]`. The peak goes first: its difference to a large z is exact."""
+        """Return the log-probs of scores `[..., k]`. The peak is subtracted first: its difference to a large z is
+        exact."""
         return (z - self.peak[..., None]) - jnp.log(self.mass)[..., None]
 
     def entropy(self) -> jax.Array:
@@ -180,9 +181,10 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def pick(z: jax.Array, first: Any, ids: jax.Array) -> jax.Array:
-    """Of scores `[..., V]` of the tokens from `first` on, those of `ids [..., k]`, 0 for tokens elsewhere; `[..., k]`.
+    """Return the scores of `ids [..., k]` from scores `[..., V]` of the tokens from `first` on, 0 for other tokens;
+    `[..., k]`.
 
-    By comparison, as gathers of single numbers are slow on TPU.
+    It compares ids, as gathers of single numbers are slow on TPU.
     """
     columns_V = first + jnp.arange(z.shape[-1])
 
@@ -194,7 +196,7 @@ def pick(z: jax.Array, first: Any, ids: jax.Array) -> jax.Array:
 
 
 def scatter(values: jax.Array, first: Any, size: int, ids: jax.Array) -> jax.Array:
-    """The transpose of `pick`: `values [..., k]` in the columns of `ids [..., k]`; `[..., size]`."""
+    """Put `values [..., k]` in the columns of `ids [..., k]`, the transpose of `pick`; `[..., size]`."""
     columns_V = first + jnp.arange(size)
 
     def one(block: jax.Array, entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -217,18 +219,18 @@ class TopK(NamedTuple):
         return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32))
 
     def best(self, k: int) -> TopK:
-        """The best `k` of them."""
+        """Return the best `k` of them."""
         z, columns = lax.top_k(self.z, k)
         return TopK(z, jnp.take_along_axis(self.ids, columns, -1))
 
     def add(self, z: jax.Array, first: Any) -> TopK:
-        """With scores `[..., V]` of the tokens from `first` on."""
+        """Add scores `[..., V]` of the tokens from `first` on."""
         k = self.z.shape[-1]
         new, columns = lax.top_k(z, min(k, z.shape[-1]))
         return TopK(jnp.concatenate([self.z, new], -1), jnp.concatenate([self.ids, columns + first], -1)).best(k)
 
     def merge_shards(self, blocks: Blocks) -> TopK:
-        """All shards together."""
+        """Merge all shards."""
         if blocks.shards == 1:
             return self
         k = self.z.shape[-1]
@@ -248,7 +250,7 @@ class VocabScorer(NamedTuple):
 
 
 def normalisers(blocks: Blocks, scorers: Sequence[VocabScorer], k: int) -> tuple[tuple[Normaliser, ...], TopK]:
-    """Every scorer's normaliser, and the `k` best scores of the last one. No gradient passes."""
+    """Return every scorer's normaliser, and the `k` best scores of the last one. No gradient passes."""
     blocks.check(len(scorers[0].head_VD))
     hidden = scorers[0].hidden
 
@@ -286,11 +288,11 @@ def score_gradients(
     *others: Any,
     num_logits: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of hidden states and head.
+    """Compute the gradients of hidden states and head.
 
     Args:
       slope: `(z, first column, first token id of the shard, *others of the shard)` to the loss's gradient in z; z is
-        less its peak where scores were kept.
+        relative to its peak where scores were kept.
       others: as in `Blocks.map_shards`. num_logits: blocks of logits that are held at a time.
     """
     hidden, head_VD, logits = reader

@@ -68,7 +68,7 @@ class AttentionRhythm(Grpo):
         return super().advantages(e, rewards, algorithm_state) * self.factors(e)
 
     def factors(self, e: Episodes) -> np.ndarray:
-        """What each token's advantage is multiplied by, `[N, T]`, at least 1."""
+        """Return the factor on each token's advantage, `[N, T]`, at least 1."""
         waad, fai = e.required("waad"), e.required("fai")
         if self.rhythm == "local":
             return rhythm.local_gamma(waad, e.mask, self.amplify, self.top, self.pick, e.step)

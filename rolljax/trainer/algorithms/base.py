@@ -151,7 +151,7 @@ class Algorithm(abc.ABC):
         return "token-mean"
 
     def needs(self) -> Needs:
-        """What has to be computed for this algorithm's credit and objective (`Needs`)."""
+        """Return the model outputs that this algorithm's credit and objective need (`Needs`)."""
         return Needs()
 
     @property
@@ -161,12 +161,12 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
-        """Advantages, and who takes part. `algorithm_state` is what the step before returned in
-        `Credit.algorithm_state`; empty at first."""
+        """Compute the advantages and which trajectories take part. `algorithm_state` is `Credit.algorithm_state` of the
+        previous step; empty at first."""
 
     def has_signal(self, e: Episodes) -> np.ndarray:
-        """Which trajectories credit will keep, as far as rewards alone tell, bool `[N]`; dynamic
-        sampling draws further groups for those without."""
+        """Return which trajectories credit will keep, judged by rewards alone, bool `[N]`; dynamic sampling samples
+        further groups in place of the others."""
         return np.ones(e.num, bool)
 
     @property
@@ -196,7 +196,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
-        """Per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
+        """Return the per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
 
     def critic_scale(self, batch: TokenBatch) -> jax.Array:
         """Share `[B, T]` of each token in a critic's loss that learns from all of them; as in the policy's."""
@@ -205,20 +205,20 @@ class Algorithm(abc.ABC):
     def critic_loss(
         self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Per-token loss `[B, T]` of one critic, and statistics (token means)."""
+        """Return the per-token loss `[B, T]` of one critic, and statistics (token means)."""
         raise NotImplementedError(f"{type(self).__name__} asks for critics, but has no loss for them")
 
     def check(self, setup: Setup) -> list[str]:
-        """Warnings about this combination. Raises `ConfigError` for one that cannot work or in which a setting is
-        inert."""
+        """Return warnings about this combination. Raise `ConfigError` if it cannot work or a setting would have no
+        effect."""
         return []
 
     def refuse(self, setting: str, why: str, remedy: str) -> ConfigError:
-        """The error for one of this algorithm's own settings."""
+        """Return the error for one of this algorithm's own settings."""
         return refusal(self, setting, why, remedy)
 
 
 def refusal(settings: object, name: str, why: str, remedy: str) -> ConfigError:
-    """The error for field `name` of a settings object: why its value cannot be used, and what to do."""
+    """Return the error for field `name` of a settings object: why its value cannot be used, and what to do."""
     value = getattr(settings, name)
     return ConfigError(why, setting=f"{type(settings).__name__}.{name}", value=value, remedy=remedy)

@@ -20,14 +20,15 @@ CUT_SAMPLING = "the distribution that is sampled from, from which tokens are cut
 
 
 def check_clips(settings: object, clip_low: float | None, *names: str) -> None:
-    """Clips of a ratio, fields `names` of `settings`, are positive or None, and the lower one is below 1."""
+    """Check that the ratio clips, fields `names` of `settings`, are positive or None, and that `clip_low` is below
+    1."""
     check_range(settings, *names, above=0, remedy="give a positive number, or None for none")
     if clip_low is not None and clip_low >= 1:
         raise refusal(settings, "clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
 
 
 def check_groups(algorithm: PolicyGradient, setup: Setup) -> None:
-    """Whatever compares the members of a group needs two of them."""
+    """Refuse a group size of one for an algorithm that compares the members of a group."""
     by_group = ["filter"] if algorithm.filter is not None else []
     by_group += ["shaping"] if algorithm.shaping is not None and algorithm.shaping.length_reward else []
     by_group += ["difficulty_weight"] if algorithm.difficulty_weight else []
@@ -43,7 +44,7 @@ def check_groups(algorithm: PolicyGradient, setup: Setup) -> None:
 
 
 def narrow_range(algorithm: Algorithm, setup: Setup) -> list[str]:
-    """That no group can be in `solve_range`, if rewards are 0 or 1."""
+    """Warn if no mean of rewards 0 and 1 can lie in `solve_range`."""
     if algorithm.solve_range is None:
         return []
     low, high = algorithm.solve_range
@@ -57,7 +58,7 @@ def narrow_range(algorithm: Algorithm, setup: Setup) -> list[str]:
 
 
 def check_kl(algorithm: PolicyGradient, setup: Setup) -> None:
-    """What a KL is estimated from are log-probs of one and the same kind."""
+    """Refuse a KL between log-probs of truncated sampling and log-probs of the full distribution."""
     term = algorithm.kl
     if term is None or algorithm.needs().trainer_logp or not setup.truncated_sampling:
         return
@@ -70,7 +71,7 @@ def check_kl(algorithm: PolicyGradient, setup: Setup) -> None:
 
 
 def check_ratio(algorithm: PolicyGradient, setup: Setup) -> list[str]:
-    """Warnings about the ratio, its anchor, and the correction of a mismatch."""
+    """Return warnings about the ratio, its anchor, and the correction of a mismatch."""
     if setup.truncated_sampling and algorithm.correction is not None:
         raise algorithm.refuse(
             "correction",

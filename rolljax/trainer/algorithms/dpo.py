@@ -30,7 +30,7 @@ from rolljax.trainer.paper import Stated
 
 
 def pairs(e: Episodes, source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Signs `[N]`, +1 for chosen and -1 for rejected, and who is part of a pair `[N]`."""
+    """Return the signs `[N]`, +1 for chosen and -1 for rejected, and which trajectories belong to a pair `[N]`."""
     if source == "pairs":
         sign = np.where(np.arange(e.num) % 2 == 0, 1.0, -1.0)
         return sign, np.ones(e.num, bool)
@@ -39,7 +39,7 @@ def pairs(e: Episodes, source: Source) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_pairs(source: Source, setup: Setup) -> None:
-    """Pairs have two members; sampled ones are chosen from two or more."""
+    """Check that the group size fits the source: two for given pairs, two or more for sampled ones."""
     if setup.group_size < 2 or (source == "pairs" and setup.group_size != 2):
         raise ConfigError(
             "is not a pair" if source == "pairs" else "leaves no other answer to prefer",

@@ -50,7 +50,8 @@ class LitePpo(NormalisedReward, ClippedRatio, PolicyGradient):
 def guideline(
     *, aligned: bool = False, concentrated: bool = False, params_b: float = 4.0, max_answer_tok: int = 8192
 ) -> LitePpo:
-    """Lite PPO with the settings that "Tricks or Traps?" (arXiv 2508.08221) found best for a situation (section 4).
+    """Return Lite PPO with the settings that "Tricks or Traps?" (arXiv 2508.08221) found best for a situation (section
+    4).
 
     Args:
       aligned: the model was instruction-tuned (else a base model): it profits from a higher upper clip and from a loss

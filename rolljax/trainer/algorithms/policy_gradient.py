@@ -93,30 +93,30 @@ class PolicyGradient(Algorithm):
 
     @abc.abstractmethod
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
-        """Per-token loss `[B, T]`; `ratio` at `level`, to the anchor."""
+        """Return the per-token loss `[B, T]`; `ratio` is at `level` and relative to the anchor."""
 
     def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
-        """`[N, T]` from prepared rewards `[N]`: every token has its trajectory's."""
+        """Return advantages `[N, T]` from prepared rewards `[N]`: every token has its trajectory's."""
         return credits.spread(self.clipped(self.scores(e, rewards, algorithm_state)), e.mask)
 
     def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
-        """Prepared rewards `[N]`, compared with others."""
+        """Return prepared rewards `[N]` relative to a baseline. Default: unchanged."""
         return rewards
 
     def uses_ratio(self) -> bool:
-        """Whether the surrogate looks at the ratio."""
+        """Return whether the surrogate uses the ratio."""
         return True
 
     def uses_groups(self) -> bool:
-        """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
+        """Return whether members of a group are each other's baseline, so that a group of one has no signal."""
         return False
 
     def uses_rewards(self) -> bool:
-        """Whether the objective asks which trajectories were rewarded (`TokenBatch.rewards`)."""
+        """Return whether the objective needs to know which trajectories were rewarded (`TokenBatch.rewards`)."""
         return self.sft_coef > 0
 
     def remember(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
-        """What is carried to the next step, brought up to date before this step's advantages."""
+        """Return the state for the next step. It is computed before this step's advantages, which use it."""
         return algorithm_state
 
     @property
@@ -125,7 +125,7 @@ class PolicyGradient(Algorithm):
         return None
 
     def check_fields(self) -> None:
-        """Refuses values of the settings that parts (`ClippedRatio`) bring along."""
+        """Refuse invalid values of the settings that mixins (`ClippedRatio`) add."""
 
     # ---- what the loop and the trainer ask --------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef != 0
 
     def needs(self) -> Needs:
-        """What its settings ask for: log-probs, a reference policy, full divergences."""
+        """Return what the settings need: log-probs, a reference policy, full divergences."""
         full = isinstance(self.kl, KlLoss) and self.kl.estimator == "full"
         reference = self.kl.reference if self.kl else ""
         return Needs(
@@ -175,7 +175,7 @@ class PolicyGradient(Algorithm):
         return self.finish(e, rewards, keep, advantages, algorithm_state, stats)
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards `[N]` before they are normalised, and which trajectories take part `[N]`."""
+        """Return rewards `[N]` before normalisation, and which trajectories take part `[N]`."""
         rewards = np.asarray(e.rewards, np.float64)
         keep = np.ones(e.num, bool) if self.filter is None else self.filter.kept(rewards, e.groups)
         if self.mask_truncated:
@@ -186,14 +186,14 @@ class PolicyGradient(Algorithm):
         return (self.shaping.shaped(rewards, e) if self.shaping else rewards), keep
 
     def clipped(self, rewards: np.ndarray) -> np.ndarray:
-        """Rewards `[N]`, normalised where they are, within `RewardShaping.clip`."""
+        """Clip rewards `[N]` (normalised, if the algorithm does so) to `RewardShaping.clip`."""
         return self.shaping.clipped(rewards) if self.shaping else rewards
 
     def kl_penalty(
         self, e: Episodes, algorithm_state: AlgorithmState
     ) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
-        """Token rewards `[N, T]` of a KL penalty (None: there is none), the adapted coefficient, and the KL
-        measured."""
+        """Return the token rewards `[N, T]` of a KL penalty (None without one), the adapted coefficient, and the
+        measured KL."""
         carried = dict(algorithm_state)
         if self.kl is None or not self.needs().ref:
             return None, carried, {}
@@ -218,7 +218,7 @@ class PolicyGradient(Algorithm):
         algorithm_state: AlgorithmState,
         stats: Mapping[str, float],
     ) -> Credit:
-        """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch, weights.
+        """Complete the credit after the advantages: normalisation over tokens, clip, correction of a mismatch, weights.
 
         Args:
           rewards, keep: as `prepare` made them.
@@ -279,7 +279,7 @@ class PolicyGradient(Algorithm):
         return TokenLoss(loss, mean, {"policy/ratio_max": ratio})
 
     def kl_to_reference(self, term: KlLoss, policy: PolicyOutputs, batch: TokenBatch) -> jax.Array:
-        """KL to the reference at every token, nats, `[B, T]`."""
+        """Return the KL to the reference at every token, nats, `[B, T]`."""
         if term.estimator != "full":
             return objectives.kl(policy.logp, batch.required("ref_logp"), term.estimator)
         assert policy.divergence is not None
@@ -311,19 +311,19 @@ class NormalisedReward:
     (`running`)."""
 
     def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
-        """Prepared rewards `[N]`, normalised."""
+        """Return prepared rewards `[N]`, normalised."""
         running = _running(algorithm_state) if "running" in (self.mean, self.std) else None
         return credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
 
     def remember(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
-        """Moments of all rewards so far, where they are used."""
+        """Add the rewards to the moments of all steps so far, if the settings use them."""
         if "running" not in (self.mean, self.std):
             return algorithm_state
         seen = _running(algorithm_state).add(rewards)
         return {**algorithm_state, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
 
     def uses_groups(self) -> bool:
-        """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
+        """Return whether members of a group are each other's baseline, so that a group of one has no signal."""
         return self.mean in ("group", "leave_one_out") or self.std == "group"
 
 
@@ -341,7 +341,7 @@ class ClippedRatio:
     ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low", "dual_clip")
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
-        """Per-token loss `[B, T]`; `ratio` to the anchor."""
+        """Return the per-token loss `[B, T]`; `ratio` is relative to the anchor."""
         return objectives.clipped(ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     @property
@@ -350,7 +350,7 @@ class ClippedRatio:
         return self.clip_low, self.clip_high
 
     def check_fields(self) -> None:
-        """Refuses clips that cannot be, or that can have no effect."""
+        """Refuse clips that are invalid or can have no effect."""
         checks.check_clips(self, self.clip_low, "clip_low", "clip_high", "dual_clip")
         if self.dual_clip is not None and self.dual_clip <= 1 + (self.clip_high or 0):
             why, remedy = "would cut inside the clip range", "choose more than 1 + clip_high; 3 is usual"
@@ -363,7 +363,8 @@ def _running(algorithm_state: AlgorithmState) -> credits.RunningMoments:
 
 
 def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:
-    """Rewards `[N, T]` where they were earned: a turn's on its last token; what shaping added, on the last token."""
+    """Return rewards `[N, T]` where they were earned: a turn's on its last token; what shaping added, on the last
+    token."""
     last_of_turn = e.mask & np.diff(np.where(e.mask, e.turns, -1), axis=1, append=-1).astype(bool)
     earned = credits.spread_turns(e.turn_rewards, e.turns, e.mask) * last_of_turn
     return earned + credits.at_last(rewards - earned.sum(1), e.mask)

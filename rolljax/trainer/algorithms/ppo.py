@@ -78,14 +78,15 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
         return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
 
     def rewards(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
-        """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
+        """Return token rewards `[N, T]`. Normalised rewards are known per trajectory only, and are put on its last
+        token."""
         if self.mean == self.std == "none":
             return token_rewards(e, self.clipped(rewards))
         return credits.at_last(self.advantages(e, rewards, algorithm_state)[:, 0], e.mask)
 
     def targets(self, per_token: np.ndarray, values: np.ndarray, returns: np.ndarray, e: Episodes) -> np.ndarray:
-        """What critics are fitted to, `[N, T]`: the `returns` that come with the advantages, if `value_lam` is `lam`.
-        At a trace decay of 1 it does not depend on the values."""
+        """Return the targets of the critics, `[N, T]`: the `returns` of the advantages if `value_lam` is `lam`. With a
+        trace decay of 1 they do not depend on the values."""
         lam = self.lam if self.value_lam is None else self.value_lam
         if lam == 1:
             return credits.discounted(per_token, e.mask, self.gamma)
@@ -94,7 +95,7 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
         return credits.gae(per_token, values, e.mask, self.gamma, lam)[1]
 
     def shares(self, e: Episodes) -> np.ndarray | None:
-        """Which critic learns from which trajectory, `[M, N, T]`; None: all from all."""
+        """Return which critic learns from which trajectory, `[M, N, T]`; None: all from all."""
         if self.critic.num == 1 or self.critic.shard == "all":
             return None
         owner = credits.critic_shards(e.groups, self.critic.num, self.critic.shard, e.step)
@@ -103,7 +104,7 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     def value_stats(
         self, e: Episodes, values: np.ndarray, spread: np.ndarray, returns: np.ndarray
     ) -> Mapping[str, float]:
-        """What a step says of the critics, as metrics."""
+        """Return a step's metrics of the critics."""
         stats = {
             "critic/explained_var": credits.explained_variance(values, returns, e.mask),
             "critic/value_mean": float(values[e.mask].mean()) if e.mask.any() else 0.0,

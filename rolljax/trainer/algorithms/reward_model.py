@@ -86,15 +86,14 @@ DECAY = 0.9
 
 
 def _remembered(e: Episodes, last: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
-    """Weighted sums of the scores of a step's answers, their squares and their number, and those of steps before."""
+    """Return weighted sums of the scores of this and earlier steps, of their squares, and of their number."""
     scores = e.required("values").mean(0)[last]
     now = {"score_n": float(scores.size), "score_sum": float(scores.sum()), "score_squares": float((scores**2).sum())}
     return {name: DECAY * algorithm_state.get(name, 0.0) + value for name, value in now.items()}
 
 
 def score_spread(algorithm_state: AlgorithmState) -> tuple[float, float]:
-    """Mean and standard deviation of a reward model's scores for the answers of its last steps, as `algorithm_state`
-    has them."""
+    """Return the mean and standard deviation of a reward model's scores in its last steps, from `algorithm_state`."""
     number = algorithm_state.get("score_n", 0.0)
     if not number:
         return 0.0, 1.0

@@ -44,14 +44,14 @@ class _Segmented(Algorithm):
         return dataclasses.replace(super().needs(), scorer=self.scorer, teachers=(self.base,))
 
     def agreeing(self, e: Episodes, signs_N: np.ndarray) -> np.ndarray:
-        """Tokens `[N, T]` of segments whose reward has the trajectory's sign."""
+        """Return the tokens `[N, T]` of segments whose reward has the trajectory's sign."""
         q = self.reward_beta * (e.required("scorer_logp") - e.required("teacher_logp")[0])
         return segments.agreement_mask(
             q, e.mask, signs_N, delta=self.delta, min_len=self.min_segment, min_keep=self.min_keep
         )
 
     def share(self, agree: np.ndarray, e: Episodes, credit: Credit) -> dict[str, float]:
-        """The metrics of `credit`, and which share of its tokens agrees."""
+        """Return the metrics of `credit` with the fraction of its tokens that agree."""
         trained = credit.trained(e.mask)
         return {**credit.stats, "credit/segment_frac": float(agree[trained].mean()) if trained.any() else 0.0}
 

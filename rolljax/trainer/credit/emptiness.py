@@ -15,19 +15,19 @@ from rolljax.trainer.credit.episodes import Credit, Episodes
 
 
 def is_empty(result: Credit, e: Episodes) -> bool:
-    """Whether credit left no token to train on."""
+    """Return whether credit left no token to train on."""
     return not result.trained(e.mask).any()
 
 
 def could_teach(algorithm: Algorithm, e: Episodes, algorithm_state: AlgorithmState) -> bool:
-    """Whether credit would keep anything of these episodes had they gone as well as can be: all short and uncut,
-    good and bad ones in every group, the sampler as the trainer."""
+    """Return whether credit would keep any token of these episodes under the best conditions: answers short and
+    complete, successes and failures in every group, equal log-probs in sampler and trainer."""
     return not is_empty(algorithm.credit(at_best(algorithm, e), algorithm_state), e)
 
 
 def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
-    """The first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the middle of
-    what a filter asks for."""
+    """Return only the first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the
+    middle of the range that a filter accepts."""
     sampled = e.mask & ~e.expert
     first = np.where(sampled.any(1, keepdims=True), sampled, e.mask)
     first &= first.cumsum(1) == 1

@@ -97,7 +97,7 @@ class Episodes:
         )
 
     def required(self, name: str) -> np.ndarray:
-        """An array that was asked for; it is a bug of the caller if it is not there."""
+        """Return an array that `needs()` asked for. A missing array is a bug of the caller and raises `ValueError`."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"credit uses {name}, but needs() did not ask for it")
@@ -105,7 +105,7 @@ class Episodes:
 
     @staticmethod
     def of(groups: Sequence[Sequence[Trajectory]], *, limit_tok: int, step: int = 0) -> Episodes:
-        """From the trajectories that take part, group by group."""
+        """Build the arrays from the trajectories that take part, group by group."""
         every = [t for group in groups for t in group]
         tokens = max((t.num_sampled_tok for t in every), default=1)
         turns = max((len(t.turns) for t in every), default=1)

@@ -37,32 +37,32 @@ class GroupStats:
         return np.bincount(self.index_N, values_N, self._groups)[self.index_N]
 
     def low(self, values_N: np.ndarray) -> np.ndarray:
-        """Smallest value of each member's group, `[N]`."""
+        """Return the smallest value of each member's group, `[N]`."""
         lowest = np.full(self._groups, np.inf)
         np.minimum.at(lowest, self.index_N, values_N)
         return lowest[self.index_N]
 
     def high(self, values_N: np.ndarray) -> np.ndarray:
-        """Largest value of each member's group, `[N]`."""
+        """Return the largest value of each member's group, `[N]`."""
         return -self.low(-values_N)
 
     def flat(self, values_N: np.ndarray) -> np.ndarray:
-        """Whether all values of the group are equal, up to rounding; bool `[N]`."""
+        """Return whether all values of the group are equal, up to rounding; bool `[N]`."""
         low, high = self.low(values_N), self.high(values_N)
         return high - low <= _ROUNDING * np.maximum(np.abs(low), np.abs(high))
 
     def mean(self, values_N: np.ndarray) -> np.ndarray:
-        """Mean over the group of each member, `[N]`."""
+        """Return the mean of each member's group, `[N]`."""
         # the clip makes equal values differ from their mean by exactly 0
         return np.clip(self.sum(values_N) / self.size_N, self.low(values_N), self.high(values_N))
 
     def std(self, values_N: np.ndarray, ddof: int = 1) -> np.ndarray:
-        """Standard deviation; 0 in groups of one and where all values are equal."""
+        """Return the standard deviation of each member's group; 0 in groups of one and where all values are equal."""
         squares = self.sum((values_N - self.mean(values_N)) ** 2)
         return np.where(self.flat(values_N), 0.0, np.sqrt(squares / np.maximum(self.size_N - ddof, 1)))
 
     def sibling(self) -> np.ndarray:
-        """How many members of the same group stand before each one; int `[N]`."""
+        """Return the number of earlier members in the group of each one; int `[N]`."""
         order = np.argsort(self.index_N, kind="stable")
         index = self.index_N[order]
         sibling = np.empty(len(index), np.int64)
@@ -79,7 +79,7 @@ class RunningMoments:
     m2: float = 0.0
 
     def add(self, values: np.ndarray | Iterable[float]) -> RunningMoments:
-        """With `values` seen too (the parallel update of Chan, Golub and LeVeque)."""
+        """Return the moments with `values` added (the parallel update of Chan, Golub and LeVeque)."""
         new = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.float64).reshape(-1)
         if not new.size:
             return self
@@ -104,14 +104,15 @@ def normalise(
     eps: float = 1e-6,
     running: RunningMoments | None = None,
 ) -> np.ndarray:
-    """`(value - mean) / (std + eps)`, each taken over nothing, the batch, the group or all steps so far; float64 `[N]`.
+    """Return `(value - mean) / (std + eps)`, each taken over nothing, the batch, the group or all steps so far; float64
+    `[N]`.
 
-    mean and std "group": GRPO (arXiv 2402.03300). mean "group", std "none": Dr. GRPO (arXiv 2503.20783).
-    mean "leave_one_out", std "none": RLOO (arXiv 2402.14740). mean and std "batch": REINFORCE++.
-    mean "group", std "batch": Lite PPO.
+    mean and std "group": GRPO (arXiv 2402.03300). mean "group", std "none": Dr. GRPO (arXiv 2503.20783). mean
+    "leave_one_out", std "none": RLOO (arXiv 2402.14740). mean and std "batch": REINFORCE++. mean "group", std "batch":
+    Lite PPO.
 
-    A group of one has nothing to compare with: its centred value is 0. Where the standard deviation is 0 (one value,
-    or all equal) nothing is divided.
+    A group of one has nothing to compare with: its centred value is 0. A standard deviation of 0 (one value, or all
+    equal) does not divide.
 
     Args:
       values_N: rewards or returns.
@@ -145,14 +146,14 @@ def normalise(
 
 
 def clean(values_NT: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:
-    """A float64 copy with 0 outside the mask."""
+    """Return a float64 copy with 0 outside the mask."""
     return np.where(np.asarray(mask_NT, bool), np.asarray(values_NT, np.float64), 0.0)
 
 
 def left_aligned(mask_NT: np.ndarray, *arrays_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Tokens under the mask moved side by side to the left.
+    """Move the tokens under the mask side by side to the left.
 
-    Returns their old positions (int `[N, T]`, for `put_back`), the mask as it is then, and the arrays, 0 outside it.
+    Return their old positions (int `[N, T]`, for `put_back`), the mask after the move, and the arrays, 0 outside it.
     """
     mask = np.asarray(mask_NT, bool)
     order = np.argsort(~mask, axis=1, kind="stable")
@@ -162,19 +163,20 @@ def left_aligned(mask_NT: np.ndarray, *arrays_NT: np.ndarray) -> tuple[np.ndarra
 
 
 def put_back(values_NT: np.ndarray, order_NT: np.ndarray) -> np.ndarray:
-    """Undoes the move of `left_aligned`."""
+    """Undo the move of `left_aligned`."""
     out = np.empty_like(values_NT)
     np.put_along_axis(out, order_NT, values_NT, axis=1)
     return out
 
 
 def spread(values_N: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:
-    """The value of a trajectory at each of its tokens, 0 elsewhere; float64 `[N, T]`."""
+    """Return the value of a trajectory at each of its tokens, 0 elsewhere; float64 `[N, T]`."""
     return np.where(np.asarray(mask_NT, bool), np.asarray(values_N, np.float64)[:, None], 0.0)
 
 
 def spread_turns(values_NK: np.ndarray, turns_NT: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:
-    """The value of a turn at each of its tokens, 0 where there is no token or its turn is -1; float64 `[N, T]`."""
+    """Return the value of a turn at each of its tokens, 0 where there is no token or its turn is -1; float64 `[N,
+    T]`."""
     values, turns = np.asarray(values_NK, np.float64), np.asarray(turns_NT)
     valid = np.asarray(mask_NT, bool) & (turns >= 0)
     if not valid.any():
@@ -183,14 +185,14 @@ def spread_turns(values_NK: np.ndarray, turns_NT: np.ndarray, mask_NT: np.ndarra
 
 
 def at_last(values_N: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:
-    """The value of a trajectory at its last token, 0 elsewhere; float64 `[N, T]`."""
+    """Return the value of a trajectory at its last token, 0 elsewhere; float64 `[N, T]`."""
     mask = np.asarray(mask_NT, bool)
     after = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on, this one included
     return spread(values_N, mask & (after == 1))
 
 
 def discounted(rewards_NT: np.ndarray, mask_NT: np.ndarray, gamma: float) -> np.ndarray:
-    """`A_t = r_t + gamma A_{t+1}` over the tokens under the mask, the others skipped over; float64 `[N, T]`."""
+    """Compute `A_t = r_t + gamma A_{t+1}` over the tokens under the mask and skip the others; float64 `[N, T]`."""
     mask = np.asarray(mask_NT, bool)
     rewards_TN, mask_TN = _time_first(clean(rewards_NT, mask)), _time_first(mask)
     out_TN = np.zeros(rewards_TN.shape)
@@ -202,16 +204,16 @@ def discounted(rewards_NT: np.ndarray, mask_NT: np.ndarray, gamma: float) -> np.
 
 
 def turn_returns(turn_rewards_NK: np.ndarray, num_turns_N: np.ndarray, gamma: float) -> np.ndarray:
-    """`G_k = r_k + gamma G_{k+1}` over the turns of each trajectory, 0 beyond them; float64 `[N, K]`."""
+    """Compute `G_k = r_k + gamma G_{k+1}` over the turns of each trajectory, 0 beyond them; float64 `[N, K]`."""
     rewards = np.asarray(turn_rewards_NK, np.float64)
     return discounted(rewards, _turn_mask(num_turns_N, rewards.shape[1]), gamma)
 
 
 def discounted_outcomes(rewards_N: np.ndarray, num_turns_N: np.ndarray, gamma: float) -> np.ndarray:
-    """`gamma^(K-1-k) R` for turn k of K: the reward of the end, discounted per turn; float64 `[N, K]`.
+    """Compute `gamma^(K-1-k) R` for turn k of K: the final reward, discounted per turn; float64 `[N, K]`.
 
-    Interaction-Perceptive Agentic policy optimisation (the ROME report, whose interaction chunks are turns). 0
-    beyond the turns of a trajectory.
+    Interaction-Perceptive Agentic policy optimisation (the ROME report, whose interaction chunks are turns). 0 beyond
+    the turns of a trajectory.
     """
     turns = np.asarray(num_turns_N)
     mask = _turn_mask(turns, int(turns.max(initial=0)))
@@ -220,10 +222,11 @@ def discounted_outcomes(rewards_N: np.ndarray, num_turns_N: np.ndarray, gamma: f
 
 
 def expert_returns(expert_turns_N: np.ndarray, turns_NT: np.ndarray, expert_NT: np.ndarray, gamma: float) -> np.ndarray:
-    """`gamma^(K*-1-k)` at an expert's tokens in turn k, K* the turns of the expert's own episode; float64 `[N, T]`.
+    """Compute `gamma^(K*-1-k)` at an expert's tokens in turn k, K* the turns of the expert's own episode; float64 `[N,
+    T]`.
 
-    The outcome of an expert is 1. An episode that replays its first turns may be longer or shorter; that says nothing
-    about how far they were from the expert's success. 0 at all other tokens.
+    The outcome of an expert is 1. Only the distance to the expert's own success counts, so the length of the episode
+    that replays its first turns does not matter. 0 at all other tokens.
     """
     expert = np.asarray(expert_NT, bool)
     distance = np.asarray(expert_turns_N)[:, None] - 1 - np.asarray(turns_NT)
@@ -233,10 +236,10 @@ def expert_returns(expert_turns_N: np.ndarray, turns_NT: np.ndarray, expert_NT: 
 def gae(
     rewards_NT: np.ndarray, values_NT: np.ndarray, mask_NT: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns, float64 `[N, T]` each.
+    """Compute generalised advantage estimation (arXiv 1506.02438): advantages and returns, float64 `[N, T]` each.
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`. The value after the
-    last token is 0. Tokens outside the mask (what a tool said) are skipped: A and V are carried across them.
+    last token is 0. Tokens outside the mask (the output of a tool) are skipped: A and V are carried across them.
     """
     mask = np.asarray(mask_NT, bool)
     values = clean(values_NT, mask)
@@ -255,7 +258,7 @@ def gae(
 def whiten(
     advantages_NT: np.ndarray, mask_NT: np.ndarray, *, ddof: int = 1, eps: float = 1e-8, shift: bool = True
 ) -> np.ndarray:
-    """`(A - mean) / sqrt(variance + eps)` over the tokens under the mask; float64 `[N, T]`.
+    """Compute `(A - mean) / sqrt(variance + eps)` over the tokens under the mask; float64 `[N, T]`.
 
     `shift=False` adds the mean back. Unchanged where there is at most one token.
     """
@@ -310,14 +313,16 @@ def same_state_normalised(
 
 
 def critic_spread(values_MNT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and population standard deviation over critics, float64 `[N, T]` each; exactly 0 where all agree."""
+    """Return mean and population standard deviation over critics, float64 `[N, T]` each; the latter is exactly 0 where
+    all agree."""
     values = np.asarray(values_MNT, np.float64)
     agree = (values == values[:1]).all(0)
     return np.where(agree, values[0], values.mean(0)), np.where(agree, 0.0, values.std(0))
 
 
 def lowest(values_NT: np.ndarray, mask_NT: np.ndarray, frac: float) -> np.ndarray:
-    """The `floor(frac * tokens)` lowest values of the batch under the mask, the earlier of equal ones; bool `[N, T]`.
+    """Mark the `floor(frac * tokens)` lowest values of the batch under the mask, the earlier of equal ones; bool `[N,
+    T]`.
 
     By rank and not by percentile: many equal values would otherwise all be taken.
     """
@@ -332,20 +337,22 @@ def lowest(values_NT: np.ndarray, mask_NT: np.ndarray, frac: float) -> np.ndarra
 
 
 def highest(values_NT: np.ndarray, mask_NT: np.ndarray, frac: float) -> np.ndarray:
-    """The `floor(frac * tokens)` highest values of the batch under the mask, the earlier of equals; bool `[N, T]`."""
+    """Mark the `floor(frac * tokens)` highest values of the batch under the mask, the earlier of equals; bool `[N,
+    T]`."""
     return lowest(-np.asarray(values_NT, np.float64), mask_NT, frac)
 
 
 def share(frac: float, count: int | np.ndarray) -> np.ndarray:
-    """`floor(frac * count)`, with 0.29 * 100 taken as the 29 it means; int."""
+    """Return `floor(frac * count)`, int. Rounding errors do not count: 0.29 * 100 is 29."""
     return np.floor(frac * np.asarray(count) + 1e-9).astype(np.int64)
 
 
 def critic_shards(groups_N: np.ndarray, num_critics: int, by: Shard = "response", step: int = 0) -> np.ndarray:
-    """The critic, 0..num_critics-1, that learns from each trajectory; int `[N]`. AsyPPO: critics on disjoint data.
+    """Assign each trajectory to the critic, 0..num_critics-1, that learns from it; int `[N]`. AsyPPO: critics on
+    disjoint data.
 
-    "response" deals the siblings of each group evenly, so that every critic sees every prompt; the first card goes
-    round with group and step. "prompt" deals groups.
+    "response" deals the siblings of each group evenly, so that every critic sees every prompt; the first critic rotates
+    with group and step. "prompt" deals groups.
     """
     _known("by", by, Shard)
     if num_critics < 1:
@@ -356,7 +363,8 @@ def critic_shards(groups_N: np.ndarray, num_critics: int, by: Shard = "response"
 
 
 def explained_variance(values_NT: np.ndarray, returns_NT: np.ndarray, mask_NT: np.ndarray) -> float:
-    """`1 - var(returns - values) / var(returns)` over the tokens under the mask; 0 where returns do not vary."""
+    """Compute `1 - var(returns - values) / var(returns)` over the tokens under the mask; 0 where returns do not
+    vary."""
     mask = np.asarray(mask_NT, bool)
     values, returns = np.asarray(values_NT, np.float64)[mask], np.asarray(returns_NT, np.float64)[mask]
     if not returns.size or GroupStats(np.zeros(returns.size, np.int64)).flat(returns)[0]:
@@ -374,5 +382,5 @@ def _time_first(values_NT: np.ndarray) -> np.ndarray:
 
 
 def _turn_mask(num_turns_N: np.ndarray, turns: int) -> np.ndarray:
-    """bool `[N, K]`: the turns a trajectory has."""
+    """Return which turns exist, bool `[N, K]`."""
     return np.arange(turns) < np.asarray(num_turns_N)[:, None]

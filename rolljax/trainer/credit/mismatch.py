@@ -84,9 +84,9 @@ class Correction:
     def apply(
         self, trainer_logp_NT: np.ndarray, sampler_logp_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Weights (float64 `[N, T]`, 0 outside the mask) and the tokens of the mask that stay (bool `[N, T]`).
+        """Return the weights (float64 `[N, T]`, 0 outside the mask) and which tokens of the mask stay (bool `[N, T]`).
 
-        Tokens that do not stay keep their weight: multiply by both.
+        Removed tokens keep their weight: multiply by both.
         """
         mask = np.asarray(mask_NT, bool)
         trainer, sampler = clean(trainer_logp_NT, mask), clean(sampler_logp_NT, mask)
@@ -105,8 +105,10 @@ class Correction:
 
 
 def effective_frac(log_weights: np.ndarray) -> float:
-    """Effective sample size of weights `[K]`, given by their logs, as a share of K: `(sum w)^2 / (K sum w^2)`, which is
-    1 where all are equal and 1/K where one outweighs the others (Kong, 1992). 1 if there are none."""
+    """Return the effective sample size of weights `[K]`, given as logs, as a fraction of K: `(sum w)^2 / (K sum w^2)`.
+
+    It is 1 if all weights are equal or there are none, and 1/K if one outweighs the others (Kong, 1992).
+    """
     if not log_weights.size:
         return 1.0
     weights = np.exp(log_weights - log_weights.max())
@@ -114,7 +116,8 @@ def effective_frac(log_weights: np.ndarray) -> float:
 
 
 def _pooled(values_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: RatioLevel) -> np.ndarray:
-    """Token values, or their mean or sum over the part of the trajectory that `level` names; 0 outside the mask."""
+    """Return token values, or their mean or sum over the part of the trajectory that `level` names; 0 outside the
+    mask."""
     if level not in get_args(RatioLevel):
         raise ValueError(f"level is one of {', '.join(get_args(RatioLevel))}, not {level!r}")
     if level == "token" or not mask_NT.any():

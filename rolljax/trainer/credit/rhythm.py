@@ -25,12 +25,12 @@ Pick = Literal["top", "random", "bottom"]
 def local_gamma(
     waad_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4, pick: Pick = "top", seed: int = 0
 ) -> np.ndarray:
-    """`amp` where WAAD jumps most to the next token (a plan begins), else 1; float64 `[N, T]`.
+    """Return `amp` where WAAD jumps most to the next token (a plan begins), else 1; float64 `[N, T]`.
 
     The last token has no next one and ranks last.
 
     Args:
-      seed: of the draw, where `pick` is random.
+      seed: of the random generator, if `pick` is "random".
     """
     _check(amp, top)
     order, valid, (waad,) = left_aligned(mask_NT, waad_NT)
@@ -40,10 +40,10 @@ def local_gamma(
 def global_gamma(
     fai_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4, pick: Pick = "top", seed: int = 0
 ) -> np.ndarray:
-    """`amp` where FAI is highest (an anchor later tokens return to), else 1; float64 `[N, T]`.
+    """Return `amp` where FAI is highest (an anchor later tokens return to), else 1; float64 `[N, T]`.
 
     Args:
-      seed: of the draw, where `pick` is random.
+      seed: of the random generator, if `pick` is "random".
     """
     _check(amp, top)
     order, valid, (fai,) = left_aligned(mask_NT, fai_NT)
@@ -61,12 +61,12 @@ def coupled_gamma(
     waad_pct: float = 0.4,
     delta_pct: float = 0.6,
 ) -> np.ndarray:
-    """As `global_gamma`, but an anchor inside a planned stretch shares its factor with the token that opened it.
+    """Compute `global_gamma`, but an anchor inside a planned stretch shares its factor with the token that opened it.
 
     An anchor is locally dominated when its WAAD is at most the `waad_pct` quantile of its trajectory and the largest
-    jump of WAAD among the `window` tokens before it is at least the `delta_pct` quantile of the jumps. It then gets
-    `1 + (1 - alpha)(amp - 1)`, and `alpha (amp - 1)` is added to the token with that largest jump (the earlier of
-    equal ones), once however many anchors it opened. float64 `[N, T]`.
+    jump of WAAD among the `window` tokens before it is at least the `delta_pct` quantile of the jumps. It then gets `1
+    + (1 - alpha)(amp - 1)`, and `alpha (amp - 1)` is added to the token with that largest jump (the earlier of equal
+    ones), once however many anchors it opened. float64 `[N, T]`.
     """
     _check(amp, top)
     if not 0 <= alpha <= 1 or window < 1:
@@ -88,25 +88,25 @@ def _check(amp: float, top: float) -> None:
 
 
 def _ranks(values_NT: np.ndarray, pick: Pick, seed: int) -> np.ndarray:
-    """What tokens are ranked by, highest first."""
+    """Return the values by which tokens are ranked, highest first."""
     if pick == "random":
         return np.random.default_rng(seed).random(values_NT.shape)
     return -values_NT if pick == "bottom" else values_NT
 
 
 def _pairs(valid_NT: np.ndarray) -> np.ndarray:
-    """Tokens that have a next one."""
+    """Mark the tokens that have a next one."""
     return np.concatenate([valid_NT[:, 1:], np.zeros((len(valid_NT), 1), bool)], axis=1)[:, : valid_NT.shape[1]]
 
 
 def _jumps(values_NT: np.ndarray, valid_NT: np.ndarray) -> np.ndarray:
-    """`|v_t - v_{t+1}|`, 0 for the last token."""
+    """Return `|v_t - v_{t+1}|`, 0 for the last token."""
     following = np.roll(values_NT, -1, axis=1)
     return np.where(_pairs(valid_NT), np.abs(values_NT - following), 0.0)
 
 
 def _top(values_NT: np.ndarray, valid_NT: np.ndarray, frac: float) -> np.ndarray:
-    """The highest `floor(frac * tokens)` of each row, the earlier of equal ones."""
+    """Mark the highest `floor(frac * tokens)` of each row, the earlier of equal ones."""
     order = np.argsort(np.where(valid_NT, -values_NT, np.inf), axis=1, kind="stable")
     chosen = np.arange(valid_NT.shape[1]) < share(frac, valid_NT.sum(1))[:, None]
     out = np.zeros(valid_NT.shape, bool)
@@ -115,7 +115,7 @@ def _top(values_NT: np.ndarray, valid_NT: np.ndarray, frac: float) -> np.ndarray
 
 
 def _before(values_NT: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest of the `window` values before each token, -inf without one, and its place."""
+    """Return the largest of the `window` values before each token, -inf without one, and its index."""
     largest = np.full(values_NT.shape, -np.inf)
     where = np.zeros(values_NT.shape, np.int64)
     places = np.arange(values_NT.shape[1])
@@ -128,10 +128,10 @@ def _before(values_NT: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _quantile(values_NT: np.ndarray, valid_NT: np.ndarray, frac: float) -> np.ndarray:
-    """Linear-interpolation quantile of each row, `[N, 1]`; 0 for a row without values."""
+    """Return the linear-interpolation quantile of each row, `[N, 1]`; 0 for a row without values."""
     count = valid_NT.sum(1)[:, None]
     ordered = np.sort(np.where(valid_NT, values_NT, np.inf), axis=1)
-    # rounded: a quantile that falls on a value must be that value, or comparing with it is a matter of luck
+    # rounded: a quantile that falls on a value must equal it, or rounding errors decide comparisons with it
     place = np.round(frac * np.maximum(count - 1, 0), 9)
     below = np.floor(place).astype(np.int64)
     above = np.minimum(below + 1, np.maximum(count - 1, 0))

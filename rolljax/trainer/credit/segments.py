@@ -23,16 +23,15 @@ def pivots(
     smooth: int = 3,
     flip: float = 0.1,
 ) -> np.ndarray:
-    """The first token of every segment; bool `[N, T]`.
+    """Mark the first token of every segment; bool `[N, T]`.
 
-    A segment begins where the token reward moves by more than `delta`, or changes sign and is larger than `flip` in
-    size, at least `min_len` tokens after the segment before began (so only the last of a trajectory can be shorter).
+    A segment begins where the token reward moves by more than `delta`, or changes sign and exceeds `flip` in absolute
+    value, at least `min_len` tokens after the previous segment began (so only the last of a trajectory can be shorter).
 
     Args:
       q_NT: token rewards.
       delta: None: one standard deviation of |q_t - q_{t-1}| over the batch.
-      smooth: odd number of tokens of the running median that `q_NT` is smoothed with before it is cut (a median keeps
-        steps where they are); 1: none.
+      smooth: odd width of the running median that smooths `q_NT` first (a median keeps steps where they are); 1: none.
     """
     if min_len < 1 or smooth < 1 or smooth % 2 == 0:
         raise ValueError(f"min_len is at least 1 and smooth odd, not {min_len!r} and {smooth!r}")
@@ -48,7 +47,8 @@ def pivots(
 
 
 def segment_rewards(q_NT: np.ndarray, mask_NT: np.ndarray, pivots_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean token reward of each token's segment (float64 `[N, T]`, 0 outside the mask) and its number (-1 outside)."""
+    """Return the mean token reward of each token's segment (float64 `[N, T]`, 0 outside the mask) and its number (-1
+    outside)."""
     mask = np.asarray(mask_NT, bool)
     number = np.cumsum(np.asarray(pivots_NT, bool) & mask, axis=1)
     ids = np.arange(len(mask))[:, None] * (mask.shape[1] + 1) + number
@@ -69,7 +69,7 @@ def agreement_mask(
     min_keep: float = 0.2,
     smooth: int = 3,
 ) -> np.ndarray:
-    """Tokens of segments that agree: `sign * (segment reward - baseline) > 0`; bool `[N, T]`, a part of the mask.
+    """Mark the tokens of segments that agree: `sign * (segment reward - baseline) > 0`; bool `[N, T]`, inside the mask.
 
     Args:
       signs_N: +1 chosen or correct, -1 rejected or wrong; 0 agrees with nothing.
@@ -88,7 +88,7 @@ def agreement_mask(
 
 
 def _median(q_NT: np.ndarray, valid_NT: np.ndarray, width: int) -> np.ndarray:
-    """Running median over `width` tokens, the first and last token repeated beyond the ends."""
+    """Compute the running median over `width` tokens, the first and last token repeated beyond the ends."""
     if width == 1 or not q_NT.size:
         return q_NT
     last = np.maximum(valid_NT.sum(1) - 1, 0)[:, None]
@@ -101,7 +101,7 @@ def _median(q_NT: np.ndarray, valid_NT: np.ndarray, width: int) -> np.ndarray:
 
 
 def _apart(begins_NT: np.ndarray, distance: int) -> np.ndarray:
-    """From left to right, only beginnings at least `distance` after the last one that stayed."""
+    """Keep, from left to right, only beginnings at least `distance` after the last one kept."""
     out_TN = np.zeros(begins_NT.shape[::-1], bool)
     previous = np.full(len(begins_NT), -distance)
     for t, begins in enumerate(np.ascontiguousarray(begins_NT.T)):

@@ -44,7 +44,7 @@ class RewardShaping:
             )
 
     def shaped(self, rewards_N: np.ndarray, e: Episodes) -> np.ndarray:
-        """Rewards with what is added to them, `[N]`."""
+        """Return rewards `[N]` with the shaping terms added."""
         if self.overlong_cache:
             rewards_N = rewards_N + overlong_penalty(e.longest_answers, e.limit_tok, self.overlong_cache)
         if self.length_reward:
@@ -52,7 +52,7 @@ class RewardShaping:
         return rewards_N
 
     def clipped(self, rewards_N: np.ndarray) -> np.ndarray:
-        """Rewards `[N]`, normalised where they are, within `clip`."""
+        """Clip rewards `[N]` (normalised, if the algorithm does so) to `clip`."""
         return rewards_N if self.clip is None else np.clip(rewards_N, -self.clip, self.clip)
 
 
@@ -85,7 +85,7 @@ class GroupFilter:
             )
 
     def kept(self, rewards_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
-        """Members of the groups that are left; bool `[N]`."""
+        """Return the members of the groups that pass the filter; bool `[N]`."""
         keep = np.ones(len(rewards_N), bool)
         if self.drop_degenerate:
             keep &= ~degenerate(rewards_N, groups_N)
@@ -97,13 +97,14 @@ class GroupFilter:
 def kl_penalty(
     logp_NT: np.ndarray, ref_logp_NT: np.ndarray, mask_NT: np.ndarray, coef: float, estimator: KlEstimator
 ) -> np.ndarray:
-    """Token rewards `-coef * kl_t`, the KL being that to the reference; float64 `[N, T]`, 0 outside the mask."""
+    """Return token rewards `-coef * kl_t` of the KL to the reference; float64 `[N, T]`, 0 outside the mask."""
     mask = np.asarray(mask_NT, bool)
     return 0.0 - coef * kl_estimate(clean(logp_NT, mask) - clean(ref_logp_NT, mask), estimator, np)
 
 
 def overlong_penalty(lengths_N: np.ndarray, limit: float, cache: float) -> np.ndarray:
-    """DAPO's soft penalty (arXiv 2503.14476): 0 up to `limit - cache` tokens, falling to -1 at `limit`; float64 `[N]`.
+    """Compute DAPO's soft penalty (arXiv 2503.14476): 0 up to `limit - cache` tokens, falling to -1 at `limit`; float64
+    `[N]`.
 
     With `cache` 0 the penalty is -1 above `limit` and 0 otherwise.
     """
@@ -116,10 +117,10 @@ def overlong_penalty(lengths_N: np.ndarray, limit: float, cache: float) -> np.nd
 
 
 def length_reward(lengths_N: np.ndarray, success_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
-    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), -0.5 to 0.5; float64 `[N]`.
+    """Compute Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), -0.5 to 0.5; float64 `[N]`.
 
-    From 0.5 for the shortest trajectory of its group down to -0.5 for the longest, linear in the tokens between. What
-    is unsolved is never rewarded for being short. 0 in groups of one length.
+    It falls linearly in tokens from 0.5 for the shortest trajectory of a group to -0.5 for the longest. Unsolved
+    trajectories never get a positive reward. 0 in groups of one length.
     """
     lengths, groups = np.asarray(lengths_N, np.float64), GroupStats(groups_N)
     shortest, longest = groups.low(lengths), groups.high(lengths)
@@ -129,18 +130,18 @@ def length_reward(lengths_N: np.ndarray, success_N: np.ndarray, groups_N: np.nda
 
 
 def difficulty_mask(rewards_N: np.ndarray, groups_N: np.ndarray, low: float = 0.1, high: float = 0.95) -> np.ndarray:
-    """Members of groups whose mean reward is between `low` and `high`, neither included; bool `[N]`."""
+    """Mark the members of groups whose mean reward is between `low` and `high`, both excluded; bool `[N]`."""
     mean = GroupStats(groups_N).mean(np.asarray(rewards_N, np.float64))
     return (mean > low) & (mean < high)
 
 
 def degenerate(rewards_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
-    """Members of groups whose rewards are all equal (groups of one too): nothing to compare; bool `[N]`."""
+    """Mark the members of groups whose rewards are all equal (also groups of one): nothing to compare; bool `[N]`."""
     return GroupStats(groups_N).flat(np.asarray(rewards_N, np.float64))
 
 
 def sample_weights(difficulty_N: np.ndarray | None = None, lengths_N: np.ndarray | None = None) -> np.ndarray:
-    """Loss weights of mean 1: the product of `0.5 + 1.5 difficulty` and `1.5 - length`; float64 `[N]`.
+    """Return loss weights of mean 1: the product of `0.5 + 1.5 difficulty` and `1.5 - length`; float64 `[N]`.
 
     Args:
       difficulty_N: 0 (every sibling succeeds) to 1 (none does); None: all alike.
@@ -164,9 +165,10 @@ def sample_weights(difficulty_N: np.ndarray | None = None, lengths_N: np.ndarray
 def select_for_imitation(
     success_N: np.ndarray, groups_N: np.ndarray, texts: Sequence[str], cap: int, similarity: float = 0.9
 ) -> np.ndarray:
-    """Rejection sampling (RFT, arXiv 2308.01825): the successes worth imitating, at most `cap` per group; bool `[N]`.
+    """Select the successes worth imitating, at most `cap` per group (rejection sampling, RFT, arXiv 2308.01825); bool
+    `[N]`.
 
-    In order within each group, a success is left out when its text, case and white space apart, is as similar as
+    In the order of each group, a success is dropped if its text, without case and white space, is as similar as
     `similarity` (`difflib` ratio, 0 to 1) to one that was kept. Long texts are compared word by word.
     """
     if cap < 1:
@@ -184,7 +186,8 @@ def select_for_imitation(
 
 
 def best_and_worst(rewards_N: np.ndarray, groups_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One pair per group: its best trajectory (chosen) and its worst (rejected), the first of equals; bool `[N]` each.
+    """Mark one pair per group: its best trajectory (chosen) and its worst (rejected), the first of equals; bool `[N]`
+    each.
 
     Groups whose rewards are all equal give no pair.
     """
@@ -197,7 +200,7 @@ def best_and_worst(rewards_N: np.ndarray, groups_N: np.ndarray) -> tuple[np.ndar
 
 
 def _first(among_N: np.ndarray, groups: GroupStats) -> np.ndarray:
-    """The first of `among_N` in each group."""
+    """Mark the first of `among_N` in each group."""
     places = np.flatnonzero(among_N)
     out = np.zeros(len(among_N), bool)
     out[places[np.unique(groups.index_N[places], return_index=True)[1]]] = True
