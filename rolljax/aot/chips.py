@@ -71,10 +71,10 @@ CHIPS = {
 
 
 def chip(topology: str) -> Chip:
-    """The chip that a topology is made of.
+    """Return the chip of a topology.
 
     Raises:
-      ConfigError: none that is known here.
+      ConfigError: the chip is unknown.
     """
     name = topology.partition(":")[0]
     if name not in CHIPS:
@@ -88,7 +88,7 @@ def chip(topology: str) -> Chip:
 
 
 def devices(topology: str) -> list[jax.Device]:
-    """The devices of a TPU topology, to compile for. This process itself computes on CPU.
+    """Return the devices of a TPU topology, to compile for. This process itself computes on CPU.
 
     Raises:
       ConfigError: libtpu is not installed, the name is unknown, or this process holds an accelerator already.
@@ -121,7 +121,7 @@ def devices(topology: str) -> list[jax.Device]:
 
 
 def links(chip: Chip, every: Sequence[Any], group: Sequence[int]) -> float:
-    """Links of each device that a collective over a group of devices can use at once.
+    """Return the number of links of each device that a collective over a group of devices can use at once.
 
     A dimension of the torus that the group spans gives two links where it closes into a ring, else one. Groups that
     skip devices share their links with the groups in between. A group inside one chip counts as one link.

@@ -121,7 +121,7 @@ class _HloReader:
     # ---- control flow -----------------------------------------------------------------------------------------------
 
     def _run(self, name: str, times: float, known: Mapping[int, int], hidden: bool = False) -> None:
-        """Everything that a computation runs. known: integer constants in the tuple that is its parameter."""
+        """Count all work of a computation. known: integer constants in the tuple that is its parameter."""
         computation = self.computations[name]
         chains: set[tuple[str, str]] = set()
         for one in computation:
@@ -167,7 +167,7 @@ class _HloReader:
 
     @staticmethod
     def _invariant(body: Computation) -> set[int]:
-        """Indices into the loop's tuple of what the body hands on as it came."""
+        """Return the indices of the loop's tuple that the body passes through unchanged."""
         if body.root.opcode != "tuple":
             return set()
         same = set()
@@ -178,7 +178,7 @@ class _HloReader:
         return same
 
     def _number(self, computation: Computation, name: str, known: Mapping[int, int]) -> int | None:
-        """An integer that is known before the program runs."""
+        """Return an integer that is known before the program runs; None if it is not known."""
         one = computation.by_name.get(name)
         while one is not None and one.opcode in ("copy", "convert", "bitcast"):
             one = computation.by_name.get(one.operands[0])
@@ -191,7 +191,7 @@ class _HloReader:
         return None
 
     def _trips(self, condition: str, body: str, inner: Mapping[int, int]) -> float | None:
-        """Of a loop that counts from a known number to a known number, by what its body adds; else None."""
+        """Return the trip count of a loop from one known number to another, by its body's increment; else None."""
         kept = self._invariant(self.computations[body])
         best: float | None = None
         for index, limit, inclusive in self._limits(condition, {i: v for i, v in inner.items() if i in kept}):
@@ -201,7 +201,7 @@ class _HloReader:
         return best
 
     def _limits(self, condition: str, known: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
-        """(index of the counter, limit, whether the limit counts) of the comparisons in a condition."""
+        """Yield (index of the counter, limit, whether the limit is inclusive) of the comparisons in a condition."""
         outer = self.computations[condition]
         scopes: list[tuple[Computation, dict[str, str]]] = [(outer, {})]
         for one in outer:
@@ -220,7 +220,7 @@ class _HloReader:
                     yield int(counter.attribute("index") or 0), limit, one.attribute("direction") == "LE"
 
     def _step(self, body: Computation, index: int) -> int:
-        """What a body adds to its counter."""
+        """Return the amount that a body adds to its counter."""
         if body.root.opcode != "tuple":
             return 1
         one = body.by_name[body.root.operands[index]]
@@ -302,7 +302,7 @@ class _HloReader:
         return out + sum(inputs)
 
     def _fusion_bytes(self, computation: Computation, one: Instruction, called: Computation, chained: bool) -> float:
-        """HBM traffic of a fusion: what it slices, not what it slices from; what it updates, not what it updates in."""
+        """Return the HBM traffic of a fusion: of slices and in-place updates only the slice, not the whole array."""
         total = 0.0
         for parameter, name in zip(called.parameters(), one.operands, strict=False):
             found = self._arrays(computation, name)
@@ -318,12 +318,12 @@ class _HloReader:
         return total
 
     def _only_moved(self, called: Computation, one: Instruction) -> bool:
-        """Whether a fusion's parameter only serves a collective that passes through."""
+        """Return whether a fusion's parameter only serves a collective that passes through."""
         users = called.users[one.name]
         return all(self._kind(u) or u.opcode in ("custom-call", "tuple") for u in users)
 
     def _read_bytes(self, home: Computation, one: Instruction, nbytes: int) -> float:
-        """What a fusion reads of an array of `nbytes` that is its parameter."""
+        """Return the bytes that a fusion reads of a parameter of `nbytes`."""
         total = 0.0
         for user in home.users[one.name]:
             if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == one.name:
@@ -341,7 +341,7 @@ class _HloReader:
         return min(total, nbytes)
 
     def _written_bytes(self, home: Computation, root: Instruction | None, nbytes: int) -> float:
-        """What a fusion writes of a result of `nbytes`."""
+        """Return the bytes that a fusion writes of a result of `nbytes`."""
         while root is not None and root.opcode in ("bitcast", "copy", "fusion"):
             if root.opcode == "fusion":
                 home = self.computations[root.attribute("calls") or ""]
@@ -372,7 +372,8 @@ class _HloReader:
         return 2.0 * arrays(one.shape)[0].size * summed
 
     def _convolution(self, computation: Computation, one: Instruction) -> float:
-        """Products that are not with padding: twice the pairs of output and window indices that hit the input."""
+        """Return the flops without products with padding: twice the pairs of output and window indices that hit the
+        input."""
         left, right = (self._arrays(computation, n)[0].dims for n in one.operands[:2])
         out = arrays(one.shape)[0].dims
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
@@ -426,7 +427,7 @@ class _HloReader:
             sums[i] += times * value
 
     def _axes(self, one: Instruction) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The mesh axes along which a collective's groups lie, and one of its groups."""
+        """Return the mesh axes of a collective's groups, and one of its groups."""
         sizes = tuple(self.mesh_shape.values())
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", one.attributes)
         if pairs:

@@ -37,7 +37,7 @@ class Array:
 
 
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape as the text writes it."""
+    """Parse the arrays of a shape."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
@@ -59,7 +59,7 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        """A computation's name, or a number."""
+        """Return an attribute that is a computation's name or a number."""
         found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.attributes)
         return found[1] if found else None
 
@@ -92,7 +92,7 @@ class Computation:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations by name, and the name of the entry."""
+    """Return the computations by name, and the name of the entry."""
     found: dict[str, Computation] = {}
     current: Computation | None = None
     entry = ""
@@ -121,7 +121,7 @@ def _split_shape(text: str) -> tuple[str, str]:
 
 
 def _split_brackets(text: str) -> tuple[str, str]:
-    """Up to the bracket that closes an open one, and what follows."""
+    """Return the text up to the bracket that closes an open one, and the rest."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -131,7 +131,7 @@ def _split_brackets(text: str) -> tuple[str, str]:
 
 
 def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """The first group of a collective, in any of the three ways that texts write groups."""
+    """Return the first group of a collective, in any of the three notations of groups."""
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         ids = np.arange(num_devices).reshape(_numbers(iota[3]))
@@ -151,7 +151,8 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
 
 
 def _mesh_group(ids: np.ndarray, sizes: Mapping[str, int], parts: Sequence[tuple[str, str, str]]) -> tuple[int, ...]:
-    """ids: of the devices, in the mesh's order. parts: an axis, or `(before, size)` of a part that groups lie along."""
+    """Return the first group. ids: of the devices, in the mesh's order. parts: an axis, or `(before, size)` of the part
+    of an axis that groups span."""
     ids = ids.reshape(tuple(sizes.values()))
     index: list[slice] = []
     for name, size in sizes.items():

@@ -106,7 +106,8 @@ class Program:
         )
 
     def needed_bytes(self) -> float:
-        """Bytes of one device for arguments, results and temporaries, as the compiler of these devices counts them."""
+        """Return the bytes of one device for arguments, results and temporaries, as the compiler of these devices
+        counts them."""
         memory = self.lower().compile().memory_analysis()
         given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return float(given + memory.temp_size_in_bytes)
@@ -119,7 +120,7 @@ class Program:
 
 
 def _needed(text: str) -> tuple[float, str]:
-    """Bytes that a refused program would need, and why it was refused."""
+    """Return the bytes that a refused program would need, and why it was refused."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of", text)
     first = next((line for line in text.splitlines() if "memory" in line or "hbm" in line), text.splitlines()[0])
@@ -130,7 +131,7 @@ def _needed(text: str) -> tuple[float, str]:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes with the shardings of the same tree."""
+    """Return the shapes with the shardings of the same tree."""
 
     def one(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -139,7 +140,7 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
-    """Of one device, in its own memory or (host) in that of its host."""
+    """Return the bytes of a tree on one device, in its own memory or (host) in its host's."""
     total = 0
     for x in jax.tree.leaves(tree):
         if (x.sharding.memory_kind == "pinned_host") == host:
@@ -148,7 +149,7 @@ def device_bytes(tree: Any, *, host: bool = False) -> float:
 
 
 def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
-    """A plain decoder's parameters, matrices in the compute dtype; fsdp: see `param_shardings`."""
+    """Return the shapes of a plain decoder's parameters, matrices in the compute dtype; fsdp: see `param_shardings`."""
     plain = model.plain
     shapes = jax.eval_shape(plain.computed, plain.abstract())
     return placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp))
@@ -157,9 +158,10 @@ def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
 def reference_shapes(
     mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None
 ) -> dict[str, tuple[Model, Params]]:
-    """Shapes of the policies that stay as they are while an algorithm trains, by source (`run.reference_policies`).
+    """Return the shapes of an algorithm's reference policies by source (`run.reference_policies`).
 
-    With adapters all of the run's own are the base, adapters off; a later phase's start adds adapters, which are small.
+    With adapters, all references of this run are the base without adapters; a later phase's start adds adapters, which
+    are small.
     """
     found: dict[str, tuple[Model, Params]] = {}
     for source in algorithm.needs().references:
@@ -177,7 +179,8 @@ def reference_shapes(
 
 
 def matmul_params(model: Model) -> float:
-    """Parameters that a token is multiplied with: without the embedding's rows and norms; of experts, those chosen."""
+    """Return the number of parameters that multiply a token: without embedding rows and norms, and of experts only the
+    chosen ones."""
     cfg, total = model.cfg, 0.0
     plain = model.plain
     shapes, axes = plain.abstract(), plain.axes()
@@ -202,7 +205,7 @@ def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
 
 
 def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
-    """What `PhaseTrainer.pack_micro_batches` hands to the updates. Weights are taken to be there."""
+    """Return the shapes of the batch that `PhaseTrainer.pack_micro_batches` makes, assuming that it has weights."""
     shape, needs, cfg = trainer.shape, trainer.algorithm.needs(), trainer.model.cfg
     always = {name for name, c in COLUMNS.items() if c.source == "packing"} | {"advantages", "sampler_logp", "weights"}
     names = always | {name for name, c in COLUMNS.items() if c.asked_by and getattr(needs, c.asked_by)}
@@ -235,7 +238,7 @@ class TrainerShapes:
         return TrainerShapes(trainer, state, batch_shapes(trainer), references)
 
     def resident(self) -> dict[str, float]:
-        """Bytes of one device between updates."""
+        """Return the bytes of one device between updates."""
         policy, critics = self.state.policy, self.state.critics
         sizes = {"parameters": device_bytes(policy.params), "optimizer": device_bytes(policy.opt_state)}
         if self.trainer.base is not None:
@@ -311,7 +314,7 @@ class SamplerShapes:
         return SamplerShapes(engine, computed_params(mesh, model, fsdp=False), state)
 
     def resident(self) -> dict[str, float]:
-        """Bytes of one device."""
+        """Return the bytes of one device."""
         return {"sampler weights": device_bytes(self.params), "KV pool": device_bytes(self.state)}
 
     def programs(self, beside: Sizes) -> Iterator[Program]:
@@ -366,10 +369,11 @@ def publish_programs(
     *,
     asleep: bool = False,
 ) -> Iterator[Program]:
-    """The copy from the trainer's weights to the sampler's; from one mesh to another (`reshard`) two, one on each.
+    """Yield the program that copies the trainer's weights to the sampler's; between two meshes (`reshard`) two, one on
+    each.
 
     Args:
-      mesh: of the trainer. trained: what `Model.bind` takes, with shardings. trainer: bytes of all that it keeps.
+      mesh: the trainer's. trained: the argument of `Model.bind`, with shardings. trainer: bytes of all that it keeps.
       asleep: the sampler always sleeps until then, so that it has no pages yet.
     """
     weights = sampler.resident()["sampler weights"]

@@ -100,7 +100,7 @@ class ProgramReport:
         return not self.refused and self.memory.fits
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Return the whole report as a JSON value."""
         found = dataclasses.asdict(self)
         found["memory"] |= {"total": self.memory.total, "fits": self.memory.fits}
         if self.time:
@@ -109,13 +109,12 @@ class ProgramReport:
 
 
 def kernel_work(kernel: Kernel, rows_used: float = 1.0) -> tuple[float, float]:
-    """Matmul flops and HBM bytes of one call of a Pallas kernel that JAX ships, by its name and shapes.
+    """Return the matmul flops and HBM bytes of one call of a Pallas kernel that JAX ships, by its name and shapes.
 
     Splash attention: a row of full length without siblings, of which the blocks up to the diagonal are computed;
-    `model.splash` makes two calls for it, and each counts as half. Its forward kernel has 2 products, those for dq 3,
-    for dkv 4. Grouped matmuls: the share `rows_used` of their rows; they skip the others, and read the
-    experts of one layer. Attention over pages: every row at half of its longest context, bound by the pages that it
-    reads. Others: their arrays, and no flops.
+    `model.splash` makes two calls for it, and each counts as half. Its forward kernel has 2 products, dq has 3, dkv has
+    4. Grouped matmuls: the fraction `rows_used` of their rows, and the experts of one layer. Attention over pages:
+    every row at half of its longest context, bound by the pages that it reads. Others: their arrays, and no flops.
     """
     name, nbytes = kernel.name, float(kernel.nbytes)
     tables = [a.dims for a in kernel.operands if a.dtype == "s32"]
@@ -147,7 +146,7 @@ def kernel_work(kernel: Kernel, rows_used: float = 1.0) -> tuple[float, float]:
 def time_of(
     work: ProgramWork, chip: Chip, devices: Sequence[Any], rows_used: float = 1.0
 ) -> tuple[Time, tuple[CollectiveTraffic, ...], tuple[float, float]]:
-    """Seconds, collectives, and flops and HBM bytes of Pallas kernels. rows_used: see `kernel_work`."""
+    """Return seconds, collectives, and flops and HBM bytes of Pallas kernels. rows_used: see `kernel_work`."""
     kernels = [(*kernel_work(k, rows_used), k.times) for k in work.kernels]
     chip_s = sum(max(f / chip.bf16_flops, b / chip.hbm_bytes_s) * n for f, b, n in (*work.ops, *kernels))
     flops, nbytes = (sum(k[i] * k[2] for k in kernels) for i in (0, 1))

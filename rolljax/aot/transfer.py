@@ -26,7 +26,7 @@ class Transfer:
 
     @staticmethod
     def of(reshard: Reshard, chip: Chip, *, one_slice: bool) -> Transfer:
-        """one_slice: both sides are chips of one slice."""
+        """Estimate the transfer of a resharding. one_slice: both sides are chips of one slice."""
         bytes_s = chip.link_bytes_s if one_slice else chip.dcn_bytes_s
         # each part leaves from one device, for all that receive it
         busiest = reshard.moved_bytes / reshard.parts

@@ -28,7 +28,7 @@ class SamplingDistribution:
 
     @staticmethod
     def empty(rows: int) -> SamplingDistribution:
-        """Host arrays that leave the model's own distribution as it is."""
+        """Return host arrays that leave the model's own distribution unchanged."""
         one, none = np.ones(rows, np.float32), np.zeros(rows, np.int32)
         return SamplingDistribution(one, none, one.copy(), np.zeros(rows, np.float32))  # type: ignore[arg-type]
 
@@ -76,7 +76,7 @@ class Inserts:
 
     @staticmethod
     def empty(slots: int) -> Inserts:
-        """Host arrays that insert nothing."""
+        """Return host arrays that insert nothing."""
         none = lambda *shape: np.full((slots, *shape), -1, np.int32)  # noqa: E731
         return Inserts(
             row=none(),  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class PrefillChunks:
 
     @staticmethod
     def empty(rows: int, size: int, width: int) -> PrefillChunks:
-        """Host arrays of rows without a chunk, for chunks of `size` tokens and tables of `width` pages."""
+        """Return host arrays of rows without a chunk, for chunks of `size` tokens and tables of `width` pages."""
         return PrefillChunks(
             tokens=np.zeros((rows, size), np.int32),  # type: ignore[arg-type]
             start=np.zeros(rows, np.int32),  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ class ResultTokens:
 
     @staticmethod
     def empty(experts: jax.Array, top: int, done: jax.Array) -> ResultTokens:
-        """No tokens yet. experts: `[S, K, L, k]`; top: likely tokens per step; done: `[S]`."""
+        """Return a result without tokens. experts: `[S, K, L, k]`; top: likely tokens per step; done: `[S]`."""
         slots, steps = experts.shape[:2]
         ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
         top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))

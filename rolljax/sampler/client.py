@@ -185,7 +185,7 @@ class Sampler:
         return done.set
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Model log-prob of every token of `prompt_ids [P]` given those before it; the first is NaN."""
+        """Return the model's log-prob of every token of `prompt_ids [P]` given the earlier ones; the first is NaN."""
         self._check(prompt_ids, SamplingParams(), ())
         size = MIN_CHUNK
         while size < len(prompt_ids):
@@ -322,7 +322,7 @@ class Sampler:
             self.inbox.put(item)
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """From the scheduler's thread: have `call` run on a loop, together with what else this step has for it."""
+        """Schedule `call` on a loop from the scheduler's thread, together with the loop's other calls of this step."""
         self._outbox.setdefault(loop, []).append(call)
 
     def _flush(self) -> None:

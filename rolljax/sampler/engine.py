@@ -118,11 +118,11 @@ class Engine:
     # ---- the programs, as their callers see them
 
     def init_decode_state(self) -> DecodeState:
-        """An empty state: no slot is active."""
+        """Return an empty state: no slot is active."""
         return self._init()
 
     def state_shardings(self) -> DecodeState:
-        """How a decode state lies on the mesh: rows over the batch axes, heads of the pool over `tensor`."""
+        """Return the shardings of a decode state: rows over the batch axes, heads of the pool over `tensor`."""
         rows = NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
         pool = PartitionSpec(self.batch_axes, *[None] * (self.path.head_axis - 1), "tensor")
         shardings = jax.tree.map(lambda _: rows, jax.eval_shape(self._empty_state))
@@ -164,7 +164,7 @@ class Engine:
         truncate: bool = False,
         top: bool = False,
     ) -> tuple[DecodeState, ResultTokens]:
-        """Up to `steps_per_dispatch` decode steps of some slots, one to a row; ends early when none is left.
+        """Run up to `steps_per_dispatch` decode steps for some slots, one per row; stop early when every row is done.
 
         Args:
           state: donated.
@@ -175,7 +175,7 @@ class Engine:
         return self._generate(params, state, table_SW, slot_S, truncate, top)
 
     def score(self, params: Params, tokens_BT: np.ndarray) -> jax.Array:
-        """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
+        """Return the model's log-prob of every token given the earlier ones, `[B, T]`; the first column is 0."""
         return self._score(params, tokens_BT)
 
     # ---- what runs on each shard
@@ -290,14 +290,14 @@ class Engine:
         return dataclasses.replace(all_slots, pool=pool, **moved), out
 
     def _no_experts(self, slots: int, steps: int) -> jax.Array:
-        """None known, in the shape of `ResultTokens.experts`."""
+        """Return unknown experts in the shape of `ResultTokens.experts`."""
         routing = self.model.cfg.routing
         if routing is None or not self.cfg.record_experts:
             return jnp.zeros((slots, steps, 0, 0), jnp.int8)
         return jnp.full((slots, steps, self.model.cfg.num_layers, routing.per_token), -1, routing.dtype)
 
     def _with_experts(self, experts: jax.Array, step: jax.Array, mixtures: ExpertRouting | None) -> jax.Array:
-        """What the tokens of this step took, if that is recorded."""
+        """Record the experts of this step's tokens, if the settings ask for it."""
         if mixtures is None or not self.cfg.record_experts:
             return experts
         return experts.at[:, step].set(mixtures.expert_ids_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
@@ -317,7 +317,7 @@ class Engine:
         return bool(self.model.cfg.routing) and EXPERT_AXIS in self.batch_axes and self.mesh.shape[EXPERT_AXIS] > 1
 
     def _param_specs(self) -> Any:
-        """What every shard has of the parameters: all of them, or of experts its part."""
+        """Return the partition of the parameters over shards: replicated, except for experts."""
         if not self.experts_split:
             return PartitionSpec()
         one = lambda names: PartitionSpec(*(EXPERT_AXIS if n == "experts" else None for n in names))  # noqa: E731

@@ -72,12 +72,12 @@ def paths_for(
     width: int,
     unroll: bool = False,
 ) -> tuple[Path, Path]:
-    """The paths of prefill and of decode steps on that platform; both see the same pool.
+    """Return the paths of prefill and of decode steps on that platform; both use the same pool.
 
     Args:
       attention: see `SamplerConfig`.
-      num_pages: of one batch shard. rows, width: most rows of a page table, and its pages per row.
-      unroll: whether decode steps have the layers written out (`DensePath` only).
+      num_pages: pages of one batch shard. rows, width: most rows of a page table, and its pages per row.
+      unroll: whether decode steps unroll the layers (`DensePath` only).
 
     Raises:
       ConfigError: the named path cannot run.
@@ -155,7 +155,8 @@ class RaggedPath:
         )
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
-        """`[L * pages, page, 2 * K, C]`: of each token the keys of head 0, its values, the keys of head 1, ..."""
+        """Return `[L * pages, page, 2 * K, C]`: for each token the keys of head 0, its values, the keys of head 1,
+        ..."""
         cfg = self.cfg
         return (cfg.num_layers * num_pages, self.page_size, 2 * cfg.num_kv_heads, -(-cfg.head_dim // LANES) * LANES)
 
@@ -312,11 +313,11 @@ class TritonPath(DensePath):
         return cache
 
     def _kernel(self, q_BHC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array) -> jax.Array:
-        """One query of each row over its first `length` keys.
+        """Attend with one query of each row to its first `length` keys.
 
         JAX's `paged_attention` wants keys and values in two pools, heads first. Its kernel works on one head at a time
-        and takes ours, too: the block specs below show it that head's keys and values inside the pages. A row is split
-        into parts that run side by side.
+        and accepts our pool too: the block specs below select the keys and values of that head inside the pages. A row
+        is split into parts that run in parallel.
         """
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
@@ -388,10 +389,10 @@ def _write_positions(
 
 
 def _over_heads(mesh: Mesh, fn: Callable[..., Any], *, pool_axis: int) -> Callable[..., Any]:
-    """`fn` on each device's own heads.
+    """Run `fn` on each device for its own heads.
 
-    Its arguments: queries, keys and values `[B, T, heads, C]`, the pool, and others that are not split; it returns the
-    mixed values and the pool.
+    The arguments of `fn` are queries, keys and values `[B, T, heads, C]`, the pool, and others that are not split; it
+    returns the mixed values and the pool.
     """
     outer = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(outer.manual_axes)

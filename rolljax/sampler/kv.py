@@ -83,7 +83,7 @@ class DensePath:
         return "uint16" if self.as_bits and self.dtype == "bfloat16" else self.dtype
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
-        """`[L * pages, 2 * K, page, C]`: of each key/value head its keys, then its values."""
+        """Return `[L * pages, 2 * K, page, C]`: for each key/value head its keys, then its values."""
         cfg = self.cfg
         return (cfg.num_layers * num_pages, 2 * cfg.num_kv_heads, self.page_size, cfg.head_dim)
 
@@ -98,7 +98,8 @@ class DensePath:
         table = jnp.maximum(table_BW[:, :read], 0)
 
         def context(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-            """Keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are free."""
+            """Return keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are
+            free."""
             pages = _same_bits(pool[table + layer * self.num_pages], self.dtype).reshape(B, read, K, 2, P, C)
             keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, read * P)
             values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, read * P, C)
@@ -158,7 +159,7 @@ class DensePath:
 
 
 def _same_bits(x: jax.Array, dtype: str) -> jax.Array:
-    """`x` as another dtype of the same size, bit by bit."""
+    """Reinterpret the bits of `x` as another dtype of the same size."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -83,7 +83,7 @@ class PageCache:
         self._free.extend(pages)
 
     def find(self, data: bytes, limit: int) -> CachedPrefix:
-        """The longest cached beginning of `data` that the rule allows, at most `limit` tokens of it."""
+        """Return the longest cached prefix of `data` that the rule allows, at most `limit` tokens of it."""
         if self.rule == "off":
             return CachedPrefix([], None, 0)
         size = self.page_size * TOKEN_BYTES

@@ -69,7 +69,7 @@ class Request:
         return len(self.prompt_ids) + self.num_sampled
 
     def stream(self) -> np.ndarray:
-        """The prompt and everything sampled so far."""
+        """Return the prompt and all tokens sampled so far."""
         return np.concatenate([self.prompt_ids, *(p.tokens for p in self.parts)]).astype(np.int32, copy=False)
 
 
@@ -164,7 +164,7 @@ class Capacity:
         self.free_slots = [list(range((s + 1) * each - 1, s * each - 1, -1)) for s in range(n)]
 
     def take_pages(self, shard: int, num_pages: int) -> list[int] | None:
-        """Pages for something new, if one for each running sequence is left."""
+        """Return pages for a new sequence, if at least one page per running sequence stays available; else None."""
         cache = self.caches[shard]
         running = self.slots_per_shard - len(self.free_slots[shard])
         return cache.take(num_pages) if cache.num_available >= num_pages + running else None
@@ -192,7 +192,7 @@ class PromptQueue:
     # ---- who waits
 
     def wait(self, request: Request, base: bytes | None = None) -> None:
-        """Have a request wait for its stream to be prefilled; `base`: see `QueuedPrompt`."""
+        """Queue a request until its stream is prefilled; `base`: see `QueuedPrompt`."""
         stream = request.stream()
         data = stream.tobytes()
         prompt = self.prompts.get(data)
@@ -206,13 +206,13 @@ class PromptQueue:
         request.prompt = prompt
 
     def wait_without_member(self, tokens: np.ndarray, queue_key: tuple[int, int]) -> None:
-        """Have a stream prefilled for the cache alone, unless it waits already."""
+        """Queue a stream to be prefilled for the cache alone, unless it is queued already."""
         data = tokens.tobytes()
         if data not in self.prompts:
             self._enqueue(QueuedPrompt(tokens, data, queue_key))
 
     def leave(self, request: Request) -> None:
-        """A request that waits gives up."""
+        """Remove a waiting request from the queue."""
         prompt = request.prompt
         assert prompt is not None
         prompt.members.remove(request)
@@ -253,7 +253,8 @@ class PromptQueue:
     # ---- planning
 
     def prefill_some(self) -> bool:
-        """One prefill of the next chunks of waiting prompts that fit into one program; False: nothing to do."""
+        """Prefill the next chunks of waiting prompts that fit into one program; return False if there is nothing to
+        do."""
         cfg, n = self._cfg, self._engine.num_shards
         room = [len(f) for f in self._capacity.free_slots]
         for prompt in self.started.values():
@@ -288,7 +289,8 @@ class PromptQueue:
         return True
 
     def _next_chunk_tok(self, prompt: QueuedPrompt) -> int:
-        """New tokens of a prompt in its next chunk: at most up to the next multiple of `prefill_chunk`."""
+        """Return the number of new tokens in a prompt's next chunk: at most up to the next multiple of
+        `prefill_chunk`."""
         chunk = self._cfg.prefill_chunk
         return min(len(prompt.tokens) - prompt.done, chunk - prompt.done % chunk)
 
@@ -341,7 +343,7 @@ class PromptQueue:
         self._stats.prefill_s += time.perf_counter() - start
 
     def _chunks(self, batch: list[QueuedPrompt], chunk_size: int, rows: int) -> PrefillChunks:
-        """The next chunks of some prompts; rows: of each batch shard."""
+        """Return the next chunks of some prompts; rows: of each batch shard."""
         chunks = PrefillChunks.empty(rows * self._engine.num_shards, chunk_size, self._cfg.pages_per_sequence)
         for prompt in batch:
             row = prompt.shard * rows + prompt.row
@@ -356,7 +358,7 @@ class PromptQueue:
         return chunks
 
     def _finish(self, prompt: QueuedPrompt, ticket: int) -> None:
-        """All of a prompt is in the cache: from here its pages are shared."""
+        """Put a fully prefilled prompt into the cache: from here its pages are shared."""
         size, cache = self._cfg.page_size, self._capacity.caches[prompt.shard]
         new = cache.keep(prompt.nodes, prompt.data[len(prompt.nodes) * size * TOKEN_BYTES :], prompt.pages)
         prompt.nodes, prompt.pages = [*prompt.nodes, *new], []

@@ -75,7 +75,7 @@ def draw(
 
 
 def threshold(scaled_SV: jax.Array, distribution: SamplingDistribution) -> jax.Array:
-    """Smallest scaled logit that can be drawn `[S, 1]`: top-k, then top-p of what is left, then min-p."""
+    """Return the smallest scaled logit that can be sampled `[S, 1]`: top-k, then top-p of the rest, then min-p."""
     V = scaled_SV.shape[1]
     ordered = jnp.sort(scaled_SV, axis=1, descending=True)
     kept_k = jnp.where(distribution.top_k > 0, jnp.minimum(distribution.top_k, V), V)[:, None]
@@ -87,7 +87,7 @@ def threshold(scaled_SV: jax.Array, distribution: SamplingDistribution) -> jax.A
 
 
 def gumbel(key_S2: jax.Array, position_S: jax.Array, size: int) -> jax.Array:
-    """Gumbel noise `[S, size]` addressed by key and position."""
+    """Return Gumbel noise `[S, size]` addressed by key and position."""
     ids = jnp.arange(size, dtype=jnp.uint32)[None]
     bits, _ = threefry(key_S2[:, :1], key_S2[:, 1:], position_S.astype(jnp.uint32)[:, None], ids)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # never 0, never 1
@@ -95,7 +95,7 @@ def gumbel(key_S2: jax.Array, position_S: jax.Array, size: int) -> jax.Array:
 
 
 def fold_address(address_SA: jax.Array) -> jax.Array:
-    """Keys `[S, 2]` of addresses `[S, ADDRESS_LEN]`: their integers hashed in one after the other."""
+    """Return the keys `[S, 2]` of addresses `[S, ADDRESS_LEN]`: their integers hashed in one after the other."""
     zero = jnp.zeros(len(address_SA), jnp.uint32)
 
     def fold(key: tuple[jax.Array, jax.Array], value_S: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -106,7 +106,7 @@ def fold_address(address_SA: jax.Array) -> jax.Array:
 
 
 def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32-20 of the counter (x0, x1) under the key, elementwise over uint32 arrays."""
+    """Compute Threefry-2x32-20 of the counter (x0, x1) under the key, elementwise over uint32 arrays."""
     keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):

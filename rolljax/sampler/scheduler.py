@@ -64,7 +64,7 @@ class Scheduler:
         return not self.asleep and bool(self._running or self._queue.prompts)
 
     def load(self) -> SamplerLoad:
-        """A snapshot; safe from other threads."""
+        """Return a snapshot of the load. Thread-safe."""
         caches = self._capacity.caches
         return SamplerLoad(
             waiting=sum(len(p.members) for p in list(self._queue.prompts.values())),
@@ -157,7 +157,7 @@ class Scheduler:
         self.stats.host_s += time.perf_counter() - start - spent
 
     def open_requests(self) -> list[Request]:
-        """Everything that is waiting or running."""
+        """Return all waiting and running requests."""
         return [*self._running.values(), *(r for p in self._queue.prompts.values() for r in p.members)]
 
     def warm_up(self, longest_prompt: int, multi_turn: bool) -> None:
@@ -173,10 +173,11 @@ class Scheduler:
     def programs(
         self, longest_prompt: int, multi_turn: bool, variants: Sequence[tuple[bool, bool]]
     ) -> Sequence[Callable[[], None]]:
-        """Calls that compile one program each, by running it to no effect; in this order, and while nothing else runs.
+        """Return calls that each compile one program by running it without effect. Call them in this order while
+        nothing else runs.
 
         Args:
-          variants: of drawing: whether to truncate, and whether to report likely tokens (see `sampling.draw`).
+          variants: of sampling: whether to truncate, and whether to report likely tokens (see `sampling.draw`).
         """
         engine, cfg = self.engine, self.cfg
         sizes = cfg.chunk_sizes[: cfg.chunk_sizes.index(cfg.chunk_size(longest_prompt)) + 1]
@@ -239,7 +240,8 @@ class Scheduler:
             self._queue.forget(prompt)
 
     def _pages_to_begin(self, request: Request, prompt: QueuedPrompt) -> list[int] | None:
-        """Pages for a request's first dispatch beyond the full ones of its prompt."""
+        """Return the pages for a request's first dispatch, without the full pages of its prompt; None if there are too
+        few."""
         last = min(request.length + self.cfg.steps_per_dispatch, self._most_cached(request))
         needed = max(-(-last // self.cfg.page_size) - len(prompt.nodes), int(prompt.tail is not None))
         return self._capacity.take_pages(prompt.shard, needed)
@@ -274,11 +276,11 @@ class Scheduler:
         inserts.stop[slot, : len(params.stop_ids)] = params.stop_ids
 
     def _most_cached(self, request: Request) -> int:
-        """Tokens of a sequence that enter the cache if it runs to its end: all but the last."""
+        """Return the number of tokens of a sequence that enter the cache if it runs to its end: all but the last."""
         return min(len(request.prompt_ids) + request.params.max_tokens, self.cfg.max_context) - 1
 
     def _grow(self) -> None:
-        """Pages for the next dispatch, for the oldest first; whoever is youngest gives way."""
+        """Give running requests pages for the next dispatch, oldest first; without free pages, evict the youngest."""
         size = self.cfg.page_size
         for request in sorted(self._running.values(), key=lambda r: r.queue_key):
             cache = self._capacity.caches[request.shard]
@@ -309,7 +311,7 @@ class Scheduler:
         self._queue.wait(request, base)
 
     def _recompute(self) -> None:
-        """Everything that runs goes back to the queue; prompts that several share are prefilled first."""
+        """Move all running requests back to the queue; prompts shared by several requests are prefilled first."""
         running = sorted(self._running.values(), key=lambda r: r.queue_key)
         counts = collections.Counter(r.prompt_ids.tobytes() for r in running)
         for request in running:
@@ -321,7 +323,8 @@ class Scheduler:
             self._queue.wait(request, data if shared else None)
 
     def _unblock(self) -> None:
-        """Nothing runs and nothing could be admitted: prompts hold the pages that others wait for."""
+        """Release started prompts if nothing runs and nothing could be admitted: they hold the pages that others wait
+        for."""
         first = min(self._queue.prompts.values(), key=lambda p: p.queue_key)
         for prompt in list(self._queue.started.values()):
             if prompt is not first:
@@ -360,7 +363,7 @@ class Scheduler:
         return out
 
     def _variant(self, requests: Iterable[Request]) -> tuple[bool, bool]:
-        """The variant of drawing that all of these can be drawn by (`SamplerConfig.draw_variant`)."""
+        """Return the sampling program that serves all of these requests (`SamplerConfig.draw_variant`)."""
         params = [r.params for r in requests]
         return self.cfg.draw_variant(any(p.truncates for p in params), any(p.top_logprobs for p in params))
 
@@ -415,7 +418,7 @@ class Scheduler:
             ended[request] = reason
 
     def _reason(self, request: Request) -> FinishReason | None:
-        """Why a request has ended, if it has."""
+        """Return the reason why a request has ended; None if it runs."""
         if request.parts and len(request.parts[-1]) and request.parts[-1].tokens[-1] in request.params.stop_ids:
             return "stop"
         if request.num_sampled >= request.params.max_tokens:
@@ -423,7 +426,7 @@ class Scheduler:
         return "context" if request.length >= self.cfg.max_context else None
 
     def _until_stop_text(self, request: Request, new: np.ndarray) -> int | None:
-        """How many of the new tokens belong to the answer if one of its stop texts is complete, else None."""
+        """Return the number of new tokens that belong to the answer if one of its stop texts is complete, else None."""
         if not request.params.stop:
             return None
         if request.text is None:

@@ -109,13 +109,13 @@ class SamplerConfig:
         return self.pages or self.slots * (self.pages_per_sequence + 1)
 
     def mesh(self, trainer: Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The sampler's mesh.
+        """Return the sampler's mesh.
 
         Args:
-          trainer: that of the trainer. devices: of the sampler, where it has its own (default: the trainer's).
+          trainer: the trainer's mesh. devices: the sampler's own devices (default: the trainer's).
 
         Raises:
-          ConfigError: the devices do not divide by what `tensor` and `expert` ask for.
+          ConfigError: the number of devices is not divisible by `tensor` x `expert`.
         """
         if devices is None and self.tensor is None and self.expert is None:
             return trainer
@@ -197,5 +197,5 @@ class SamplerConfig:
         return few if self.programs == "few" else (*few, (True, False), (False, True))
 
     def draw_variant(self, truncate: bool, top: bool) -> tuple[bool, bool]:
-        """The variant whose program draws so: with more than is needed where there are few."""
+        """Return the sampling program to use. With "few" programs it may do more than requested."""
         return (truncate or top, truncate or top) if self.programs == "few" else (truncate, top)

@@ -85,12 +85,12 @@ class ConnectionLimiter:
             next(iter(self.waiting)).transport.abort()
 
     def wait(self, connection: Protocol) -> None:
-        """A connection waits for its next request."""
+        """Register a connection that waits for its next request."""
         self.waiting.pop(connection, None)
         self.waiting[connection] = None
 
     def leave(self, connection: Protocol) -> None:
-        """A connection has a complete request, or is gone."""
+        """Remove a connection that has a complete request, or is gone."""
         self.waiting.pop(connection, None)
 
 

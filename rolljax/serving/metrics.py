@@ -45,7 +45,7 @@ class ServerMetrics:
             self.between_tokens.observe(completion.sample_s / (tokens - 1))
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:

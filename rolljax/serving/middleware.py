@@ -135,12 +135,12 @@ async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def json_response(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A value as a JSON response."""
+    """Return a value as a JSON response."""
     return Response(dump(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    """An error in the form of OpenAI's API."""
+    """Return an error in the form of OpenAI's API."""
     return json_response(error.json(), error.status, error.headers)
 
 
@@ -150,7 +150,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods, in OpenAI's shape."""
+    """Answer unknown routes and methods with an error in OpenAI's form."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     message = {404: f"{what}: no such route; there are {', '.join(PATHS)}", 405: f"{what}: use another method"}

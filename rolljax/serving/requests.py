@@ -168,7 +168,7 @@ def _too_long(where: str, has: str, served: ServedModel, code: str | None = "con
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
@@ -177,7 +177,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _prompts(value: Any, served: ServedModel) -> tuple[TokenizedPrompt, ...]:
-    """A text, texts, ids, or lists of ids."""
+    """Tokenize a text, texts, ids, or lists of ids."""
 
     def one(where: str, prompt: Any) -> TokenizedPrompt:
         if isinstance(prompt, str):
@@ -212,7 +212,7 @@ def _conversation(body: ChatBody) -> Conversation:
 
 
 def _message(where: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: text content, tool arguments as objects, no empty fields."""
+    """Return a message as chat templates expect it: text content, tool arguments as objects, no empty fields."""
     role = raw.get("role")
     if role not in ROLES:
         raise refuse(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
@@ -248,7 +248,8 @@ def _content(where: str, content: Any) -> str:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """One tool call, its arguments as an object where they are one (templates write them as JSON themselves)."""
+    """Return a tool call whose arguments are an object if they are one in JSON (templates write them as JSON
+    themselves)."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not _is_text(function.get("name")):
         raise refuse(where, 'must be {"type": "function", "function": {"name": ..., "arguments": ...}}', call)

@@ -237,12 +237,12 @@ class Choice:
         self._logprobs = CompletionLogprobs(self._vocabulary, self.prompt.ids)
 
     def head(self, prompt_logp: np.ndarray | None) -> Json:
-        """The echoed prompt."""
+        """Return the echoed prompt."""
         entries = None if prompt_logp is None else self._logprobs.prompt(prompt_logp, self.prompt.text)
         return {"text": self.prompt.text, "logprobs": entries}
 
     def fields(self, sampled: Sampled, *, last: bool) -> Json:
-        """Text, log-probs and ids of more tokens."""
+        """Return text, log-probs and ids of further tokens."""
         job = self._job
         fields: Json = {"text": self._text.add(sampled.tokens.tolist(), last=last), "logprobs": None}
         if job.alternatives is not None and job.chat:
@@ -263,7 +263,7 @@ class Choice:
 
 
 def _joined(head: Json, tail: Json) -> Json:
-    """An echoed prompt and what follows it as one choice."""
+    """Join an echoed prompt and its answer into one choice."""
     if not head:
         return tail
     logprobs = tail["logprobs"]
@@ -277,5 +277,5 @@ def _event(chunk: Json) -> bytes:
 
 
 def dump(value: Json) -> bytes:
-    """JSON as bytes; arrays keep every digit."""
+    """Serialize a value as JSON bytes; arrays keep every digit."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

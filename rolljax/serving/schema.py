@@ -87,7 +87,7 @@ class ApiError(Exception):
 
 
 def refuse(param: str, message: str, value: Any = ...) -> ApiError:
-    """A 400 about one field."""
+    """Return a 400 about one field."""
     got = "" if value is ... else f", got {short(value)}"
     return ApiError(400, f"{param}: {message}{got}", param=param)
 
@@ -229,7 +229,7 @@ class ChatBody(Body):
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: UTF-8, every key once, finite numbers, no lone surrogates, not nested without end."""
+    """Parse a JSON object strictly: UTF-8, no duplicate keys, finite numbers, no lone surrogates, bounded nesting."""
     try:
         body = json.loads(raw.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
     except UnicodeDecodeError as e:
@@ -274,7 +274,7 @@ def _path(parts: Sequence[str | int]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as text of at most 80 characters."""
+    """Return a value as text of at most 80 characters."""
     text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -283,7 +283,7 @@ B = TypeVar("B", bound=Body)
 
 
 def check_body(kind: type[B], raw: dict[str, Any]) -> B:
-    """The body as its checked fields.
+    """Validate the body and return its fields.
 
     Raises:
       ApiError: a field is missing, malformed, unknown, or not implemented and not at its neutral value (`NEUTRAL`).

@@ -158,7 +158,7 @@ class Session:
         return dataclasses.replace(job, call=call, address=(*rules.address, call.index))
 
     def streams(self) -> list[list[Call]]:
-        """The answered calls by the token stream they belong to, each in order; streams by their first call."""
+        """Return the answered calls by token stream, each in order; streams by their first call."""
         answered = [c for c in self.calls if c.completion is not None]
         after = {id(c.before): c for c in answered if c.before is not None}
         streams = []
@@ -170,7 +170,7 @@ class Session:
         return streams
 
     def busy_s(self) -> float:
-        """Seconds in which the sampler was at work for the session."""
+        """Return the seconds in which the sampler worked for the session."""
         return self._busy_s + (time.monotonic() - self._since_s if self._open else 0.0)
 
     # ---- token-exact prompts
@@ -230,7 +230,7 @@ class Sessions:
         self._ended: dict[str, None] = {}
 
     def open(self, rules: SessionRules) -> Session:
-        """A new session."""
+        """Open a new session."""
         session = Session(rules)
         self._open[session.key] = session
         return session
@@ -244,10 +244,10 @@ class Sessions:
             del self._ended[next(iter(self._ended))]
 
     def find(self, key: str) -> Session | None:
-        """The session of a key.
+        """Return the session of a key; None if there is none.
 
         Raises:
-          ApiError: it has ended.
+          ApiError: the session has ended.
         """
         if key in self._ended:
             raise ended()
@@ -255,7 +255,7 @@ class Sessions:
 
 
 def ended() -> ApiError:
-    """The error of a call in a session that is over."""
+    """Return the error for a call in a session that has ended."""
     return ApiError(410, "this session has ended: its program has answered, failed or run out of time", code="ended")
 
 

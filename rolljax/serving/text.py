@@ -16,9 +16,9 @@ REPLACEMENT = "\ufffd"
 
 
 def logprobs_of(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
-    """Log-probs `[T]` and those of the alternatives `[T, n]`.
+    """Return log-probs `[T]` and those of the alternatives `[T, n]`.
 
-    raw: of the model's own distribution, instead of the one that was sampled from.
+    raw: of the model's own distribution instead of the sampled one.
     """
     logp, top = (
         (sampled.model_logp, sampled.top_model_logp) if raw else (sampled.sampler_logp, sampled.top_sampler_logp)
@@ -27,7 +27,7 @@ def logprobs_of(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
 
 
 def chat_logprobs(vocabulary: Vocabulary, sampled: Sampled, raw: bool) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
+    """Return `logprobs` of a chat choice."""
     logp, top = logprobs_of(sampled, raw)
 
     def entry(token: int, value: float) -> dict[str, Any]:
@@ -54,7 +54,8 @@ class CompletionLogprobs:
         self._begin(0, prompt_ids)
 
     def prompt(self, logp: np.ndarray, text: str) -> dict[str, Any]:
-        """Entries of the prompt, echoed as `text`: the first token has no log-prob, and there are no alternatives."""
+        """Return the entries of the prompt, echoed as `text`: the first token has no log-prob, and there are no
+        alternatives."""
         values: list[float | None] = np.maximum(logp, UNLIKELY).tolist()
         ids = self._prompt_ids.tolist()
         self._begin(0, [])
@@ -63,7 +64,7 @@ class CompletionLogprobs:
         return entries
 
     def sampled(self, sampled: Sampled, raw: bool) -> dict[str, Any]:
-        """Entries of sampled tokens: the alternatives of each, and the token itself among them."""
+        """Return the entries of sampled tokens: the alternatives of each, with the token itself among them."""
         logp, top = logprobs_of(sampled, raw)
         tokens, name = sampled.tokens.tolist(), self._vocabulary.name
         alternatives: list[dict[str, float] | None] = [

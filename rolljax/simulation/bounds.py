@@ -29,8 +29,8 @@ class Workload:
         check_range(self, "train_s", low=0)
 
     def sample_s(self, async_ratio: float) -> float:
-        """Proposition 1: most seconds for a sample if a free worker takes the next one at once, and
-        `(1 + async_ratio) x samples` are in flight."""
+        """Bound the seconds per sample if a free worker takes the next one at once and `(1 + async_ratio) x samples`
+        are in flight (Proposition 1)."""
         return self.generate_s / self.workers + self.longest_s / ((1 + async_ratio) * self.samples)
 
     @property
@@ -39,7 +39,7 @@ class Workload:
         return (self.longest_s + self.generate_s) / self.generate_s
 
     def trainer_frac(self, async_ratio: float) -> float:
-        """Proposition 2: the share of the devices that is best for training."""
+        """Return the best fraction of the devices for training (Proposition 2)."""
         train = self.epochs * self.samples * self.train_s
         tail = self.workers * self.longest_s / (async_ratio + 1)
         return train / (self.samples * self.generate_s + tail + train)
@@ -50,7 +50,7 @@ class Workload:
         return self.samples / self.workers * (self.generate_s + self.epochs * self.train_s)
 
     def step_s(self, async_ratio: float) -> float:
-        """Proposition 2: most seconds of a step with the best share; at 0 those of a synchronous one."""
+        """Bound the seconds of a step with the best fraction (Proposition 2); at 0 those of a synchronous one."""
         return self.busy_s + self.longest_s / (async_ratio + 1)
 
     @property

@@ -34,15 +34,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._timers)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._timers.now_s
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, run in a `VirtualLoop`.
+    """Run `work` in a `VirtualLoop` and return its result.
 
     Raises:
-      HangError: it waits for what will never come.
+      HangError: `work` waits for an event that will never happen.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

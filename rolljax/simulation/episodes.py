@@ -28,7 +28,7 @@ GROUP, ANSWER, EPISODE = 0, 1, 2
 
 
 def rng(seed: int, *address: int) -> np.random.Generator:
-    """Randomness of an address: it depends on nothing that happens in the simulation."""
+    """Return the random generator of an address: it does not depend on the course of the simulation."""
     return np.random.default_rng((seed % 2**31, *address))
 
 
@@ -50,7 +50,7 @@ class SimulatedTasks:
         return self.of("")
 
     def of(self, domain: str) -> Task:
-        """The next task, of a domain of a mixture or of none (empty)."""
+        """Return the next task, of a mixture's domain or without one (empty)."""
         self._next += 1
         return Task(domain or "simulated", self._next - 1, str(self._next - 1))
 
@@ -109,7 +109,7 @@ class SimulatedEnvs:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # they live as long as their simulation
     def start(self, index: int) -> SimulatedStart:
-        """What all episodes of a task have in common."""
+        """Return the start that all episodes of a task share."""
         shared, t = rng(self.seed, GROUP, index), self.timings
         prompt_tok, turns = max(1, round(t.prompt_tok.draw(shared))), t.turns.of_group(shared)
         same, chance = shared.random(2)
@@ -131,7 +131,7 @@ class SimulatedSlot:
         self._timer: asyncio.TimerHandle | None = None
 
     def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
-        """The answer of an environment, after its time; an error if that is more than `limit_s`."""
+        """Return an environment's answer after its time; an error if that is more than `limit_s`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         if verb == "close":
@@ -205,7 +205,7 @@ class SimulatedPolicy:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # one policy lives as long as its simulation
     def _lengths(self, stream: int, prompt_index: int) -> Distribution:
-        """Of the answers of a group."""
+        """Return the distribution of the answer lengths of a group."""
         return self.timings.answer_tok.of_group(rng(self.seed, GROUP, stream, prompt_index))
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:

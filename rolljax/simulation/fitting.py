@@ -122,21 +122,23 @@ def _trajectory(line: Fields) -> Row:
 
 
 def _recorded(values: Sequence[float] | np.ndarray) -> Distribution:
-    """What was recorded, thinned evenly; of equal values just the one."""
+    """Return the recorded values, thinned evenly; a single value if all are equal."""
     if len(set(values)) == 1:
         return Distribution(center=float(values[0]))
     return Distribution("recorded", 1.0, values=_thinned(values))
 
 
 def _thinned(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    """At most `MAX_VALUES`, in order, evenly."""
+    """Return at most `MAX_VALUES` evenly spaced values in order."""
     kept = np.sort(values)[np.linspace(0, len(values) - 1, min(len(values), MAX_VALUES)).astype(int)]
     return tuple(float(v) for v in kept)
 
 
 def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
-    """What was recorded of groups, positive: a factor of the group, and one of the sibling. The logarithms' variance is
-    divided between the two as in a random-effects analysis of variance. Where groups do not differ, all values alike.
+    """Fit positive values of groups: a factor of the group times a factor of the sibling.
+
+    The variance of the logarithms is divided between the two as in a random-effects analysis of variance. If groups do
+    not differ, all values form one distribution.
     """
     every = [value for group in groups for value in group]
     logs = [np.log(np.maximum(group, 1.0)) for group in groups if len(group) > 1]
@@ -156,8 +158,8 @@ def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
 
 
 def _env_step_s(every: Sequence[Row], trajectories: Sequence[Row]) -> list[float]:
-    """Seconds per action of each episode; one whose environment failed took as long, whatever it could do in it, and is
-    as many actions long as others are."""
+    """Return the seconds per action of each episode. An episode with a failed environment counts its time over the mean
+    number of actions."""
     turns = float(np.mean([len(t["answers"]) for t in trajectories]))
     failed = [t["env_s"] / turns for t in every if t["status"] == "failed" and t["fault"] == "env"]
     return [t["env_s"] / len(t["answers"]) for t in trajectories] + failed
@@ -175,8 +177,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
-    """Seconds of a decode step over the sequences in it, and of a prefill program, which is as large as the settings
-    say, whatever it has to do."""
+    """Fit the seconds of a decode step over its number of sequences, and of a prefill program of the size in the
+    settings."""
     per_dispatch = recipe.sampler.steps_per_dispatch
     steps = np.array([max(r["sampler/dispatches_n"], 1.0) * per_dispatch for r in rows])
     seconds = np.array([r["time/decode_s"] + r["time/schedule_s"] for r in rows])

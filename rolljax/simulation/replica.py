@@ -96,7 +96,7 @@ class Replica:
         return tokens
 
     def held_s(self) -> float:
-        """Seconds that answers had slots up to now, all slots together."""
+        """Return the seconds that answers have occupied slots so far, summed over slots."""
         if self._num_running:
             self._count_held()
         return self._held_s
@@ -151,7 +151,7 @@ class Replica:
     # ---- decoding
 
     def _step_s(self) -> float:
-        """Seconds of the next decode step."""
+        """Return the seconds of the next decode step."""
         t = self._timings
         return t.step_s + t.sequence_s * self._num_running + t.context_s * self._context_tok
 
@@ -197,7 +197,7 @@ class Replica:
             self._timer = loop.call_at(max(self._until_s, loop.time()) + left_s, self._look)
 
     def _look(self) -> None:
-        """Answers end now."""
+        """End the answers that are due now."""
         self._timer = None
         now = self._advance()
         if not self._running[0][2].is_over and now >= self._until_s:
@@ -225,7 +225,7 @@ class Replica:
         answer.versions = self._versions(answer, min(answer.answer_tok, math.ceil(decoded - STEP_ERROR)))
 
     def _versions(self, answer: SimulatedAnswer, tokens: int) -> np.ndarray:
-        """The policy version of each token `[T]`."""
+        """Return the policy version of each token `[T]`."""
         first = bisect.bisect_right(self._weights, (answer.first_step + STEP_ERROR, math.inf)) - 1
         since = [(math.ceil(step - answer.first_step - STEP_ERROR), version) for step, version in self._weights[first:]]
         parts = [(max(0, token), version) for token, version in since if token < max(tokens, 1)]

@@ -58,7 +58,7 @@ class Summary:
 
 
 def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary:
-    """The numbers of a simulation."""
+    """Compute the figures of a simulation."""
     rows, ahead = recorder.rows, max(math.ceil(p.async_ratio) for p in runtime.recipe.phases)
     filling = min(len(rows) - 1, 1 + ahead)
     steady = rows[filling : max(filling + 1, len(rows) - ahead)]
@@ -101,7 +101,7 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
 
 
 def overlap(spans: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """Seconds of the spans, added up, that lie between two times."""
+    """Return the sum of the spans' seconds that lie between two times."""
     return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in spans if end > start)
 
 
@@ -126,7 +126,7 @@ def _warnings(runtime: SimulatedRuntime, recorder: SimulatedRecorder, numbers: M
 
 
 def table(summary: Summary) -> Any:
-    """The numbers for a terminal."""
+    """Return the figures as a table for a terminal."""
     from rich import box
     from rich.table import Table
 
@@ -141,7 +141,7 @@ def table(summary: Summary) -> Any:
 
 
 def sweep_table(name: str, found: Mapping[str, Summary]) -> Any:
-    """One row for each value of setting `name`."""
+    """Return a table with one row for each value of setting `name`."""
     from rich import box
     from rich.table import Table
 
@@ -160,7 +160,7 @@ def sweep_table(name: str, found: Mapping[str, Summary]) -> Any:
 
 
 def shown(name: str, value: float) -> str:
-    """A number as a table shows it."""
+    """Format a number for a table."""
     return f"{value:.1%}" if name.endswith("_frac") else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -168,7 +168,8 @@ def shown(name: str, value: float) -> str:
 
 
 def timeline(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> bytes:
-    """A PNG: what trainer and slots did when. Answers have the colour of the policy version that they begin with."""
+    """Plot the activity of trainer and slots over time as a PNG. The colour of an answer is the policy version of its
+    start."""
     plt = _pyplot()
     figure, (top, below) = plt.subplots(
         2, 1, figsize=(12, 7), sharex=True, height_ratios=(1, 4), constrained_layout=True
@@ -213,7 +214,7 @@ def _draw_load(axis: Any, answers: Sequence[Any]) -> None:
 
 
 def sweep_figure(name: str, found: Mapping[str, Summary]) -> bytes:
-    """A PNG: step time, how busy both roles are, and staleness, over the values of a setting."""
+    """Plot step time, utilisation of both roles, and staleness over the values of a setting, as a PNG."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.5), constrained_layout=True)
     panels = (

@@ -47,7 +47,7 @@ def _all_experts(cfg: DecoderConfig) -> int:
 
 
 def engine(work: ModelWork, slices: Slices, timings: EngineTimings) -> EngineTimings:
-    """A replica of `chips_per_replica` chips, its layers split over all of them."""
+    """Return the timings of a replica of `chips_per_replica` chips, its layers split over all of them."""
     assumed, size = chip(slices.sample_chip), slices.chips_per_replica * chip(slices.sample_chip).cores
     bytes_s = size * assumed.hbm_bytes_s * slices.hbm_frac
     flops_s = size * assumed.bf16_flops
@@ -64,7 +64,8 @@ def engine(work: ModelWork, slices: Slices, timings: EngineTimings) -> EngineTim
 
 
 def trainer(work: ModelWork, slices: Slices, timings: TrainerTimings, mean_tok: float) -> TrainerTimings:
-    """A mesh of `train_chips`. mean_tok: of a sequence, half of which a token sees on average."""
+    """Return the timings of a mesh of `train_chips`. mean_tok: mean length of a sequence; a token sees half of it on
+    average."""
     assumed, size = chip(slices.train_chip), slices.train_chips * chip(slices.train_chip).cores
     flops = 3 * (work.flops + work.attention_flops * mean_tok / 2)
     return dataclasses.replace(
@@ -75,7 +76,7 @@ def trainer(work: ModelWork, slices: Slices, timings: TrainerTimings, mean_tok: 
 
 
 def applied(timings: Timings, cfg: DecoderConfig) -> Timings:
-    """The timings with those of their `slices` in place of the engine's and the trainer's, where there are any."""
+    """Return the timings with the engine's and the trainer's computed from `slices`, if there are any."""
     if timings.slices is None:
         return timings
     check_range(timings.slices, "sample_chips", low=timings.slices.chips_per_replica)

@@ -184,7 +184,7 @@ class SimulatedTrainer:
 
 
 def packed_tok(group: Sequence[Trajectory]) -> int:
-    """Tokens that a group takes in packed rows, where its siblings share their prompt."""
+    """Return the tokens that a group takes in packed rows, where siblings share their prompt."""
     shared = max((len(t.turns[0].prompt_ids) for t in group), default=0)
     own = sum(len(turn.prompt_ids) + len(turn.tokens) for t in group for turn in t.turns)
     return own - sum(len(t.turns[0].prompt_ids) for t in group) + shared

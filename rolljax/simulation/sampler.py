@@ -57,7 +57,7 @@ class SimulatedSampler:
 
     @contextlib.contextmanager
     def episode(self) -> Iterator[None]:
-        """Around an episode, which asks for one answer after the other."""
+        """Count an episode as running inside this context; it requests one answer after the other."""
         self._episodes += 1
         try:
             yield
@@ -124,7 +124,7 @@ class SimulatedSampler:
         self._num_waiting -= 1
 
     def _replica(self, answer: SimulatedAnswer) -> Replica | None:
-        """Where an answer begins now: where it was before, else where most slots are free."""
+        """Return the replica for an answer: the one it ran on before, else the one with the most free slots."""
         if self._timings.scheduling == "group":
             return self._group_replica(answer)
         if answer.home >= 0 and self.replicas[answer.home].free_slots:

@@ -48,7 +48,7 @@ class Distribution:
             )
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One value."""
+        """Sample one value."""
         if self.kind == "lognormal":
             value = self.center * math.exp(self.spread * rng.standard_normal())
         elif self.kind == "normal":
@@ -69,7 +69,7 @@ class Distribution:
         return min(middle * of_group * math.exp(self.group_spread**2 / 2), self.cap) + self.hang_frac * self.hang
 
     def of_group(self, rng: np.random.Generator) -> Distribution:
-        """What the siblings of one group draw from: the group's factors are drawn here."""
+        """Sample the group's factors and return the distribution for its siblings."""
         factor = math.exp(self.group_spread * rng.standard_normal()) if self.group_spread else 1.0
         if self.group_values:
             factor *= self.group_values[rng.integers(len(self.group_values))]
@@ -232,7 +232,7 @@ class Timings:
 
 
 def to_json(timings: Any) -> dict[str, Any]:
-    """As a JSON file has it; settings that have their default are left out."""
+    """Return the timings as a JSON value without settings at their default."""
     found = {}
     for field in dataclasses.fields(timings):
         value = getattr(timings, field.name)
@@ -242,7 +242,7 @@ def to_json(timings: Any) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any], cls: type[T], where: str = "") -> T:
-    """Settings of class `cls` from a JSON object; what is not there has its default.
+    """Build settings of class `cls` from a JSON object; missing fields have their default.
 
     Raises:
       ConfigError: an unknown name, or a value of another type or out of range.

@@ -23,23 +23,23 @@ SEARCH_HITS = 100
 
 
 def run_list(runs: Runs) -> Json:
-    """The runs, and what metrics mean."""
+    """Return the runs and the meaning of metrics."""
     return {"runs": [run.overview() for run in runs.all()], "metrics": metric_table()}
 
 
 def metric_table() -> Json:
-    """Unit and meaning of every metric, by name."""
+    """Return unit and meaning of every metric, by name."""
     return {name: {"unit": m.unit, "meaning": m.meaning} for name, m in metrics.NAMES.items()}
 
 
 def rows(run: ViewedRun, after: int, generation: str) -> Json:
-    """Metrics of steps: see `ViewedRun.rows`."""
+    """Return the metrics of steps: see `ViewedRun.rows`."""
     now, found = run.rows(after, generation)
     return {"generation": now, "rows": found, "all": now != generation}
 
 
 def step(run: ViewedRun, number: int, wanted: Filter) -> Json:
-    """A step's groups, with those of their trajectories that are wanted."""
+    """Return a step's groups with their trajectories that match the filter."""
     records = run.records(number)
     found = [summary(r) for r in records.found.values() if wanted.holds(r)]
     total, damaged = len(records.found), damage(records)
@@ -53,7 +53,7 @@ def damage(records: TrajectoryFile) -> Json | None:
 
 
 def search(run: ViewedRun, wanted: Filter, newest: int | None) -> Json:
-    """Trajectories of all steps that are wanted, from the newest step down.
+    """Return matching trajectories of all steps, from the newest step down.
 
     Returns:
       hits, each with its step; `next`: the step to continue from, None at the end.
@@ -70,7 +70,7 @@ def search(run: ViewedRun, wanted: Filter, newest: int | None) -> Json:
 
 
 def heldout(run: ViewedRun) -> Json:
-    """The held-out answers of every evaluation, by task."""
+    """Return the held-out answers of every evaluation, by task."""
     evaluations = run.heldout()
     pairs = heldout_pairs([(name, list(records.found.values())) for name, records in evaluations])
     damaged = {name: of for name, records in evaluations if (of := damage(records))}
@@ -133,24 +133,24 @@ def _turn(turn: Mapping[str, Any], tokens: TokenTexts, columns: Json) -> Json:
 
 
 def _alternatives(recorded: Sequence[Sequence[tuple[int, float]]] | None, tokens: TokenTexts) -> Json:
-    """Of each token the likeliest ones in its place, as texts with log-probs."""
+    """Return the likeliest alternatives of each token, as texts with log-probs."""
     if not recorded:
         return {}
     return {"alternatives": [[(tokens.alone(i), x) for i, x in row] for row in recorded]}
 
 
 def _part(column: float | Sequence[float], own: slice) -> Any:
-    """A turn's part of a column, of which one number stands for a trajectory of equal ones."""
+    """Return a turn's part of a column; a single number stands for a constant column."""
     return column[own] if isinstance(column, list) else column
 
 
 def _constant(values: Sequence[int]) -> int | Sequence[int]:
-    """One number where all are equal."""
+    """Return one number if all values are equal, else the values."""
     return values[0] if values and min(values) == max(values) else values
 
 
 def finite(value: Any) -> Any:
-    """A JSON value without numbers that JSON does not have: they are None."""
+    """Replace non-finite numbers in a JSON value by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -67,11 +67,10 @@ CONNECTIONS, BODY_BYTES = 256, 4096
 
 
 def make_server(runs: Runs, token: str | None, head_s: float = HEAD_S) -> uvicorn.Server:
-    """The viewer as a server that has no socket yet; it logs errors only.
+    """Return the viewer as a server that has no socket yet; it logs errors only.
 
     Args:
-      token: secret that a browser must send once, as `?token=`; None: everyone who reaches a loopback address has
-      access.
+      token: secret that a browser must send once, as `?token=`; None: everyone with access to a loopback address.
       head_s: seconds for the request line and headers of a request to arrive.
     """
     app = make_app(runs, token, lambda: server.should_exit)
@@ -81,10 +80,10 @@ def make_server(runs: Runs, token: str | None, head_s: float = HEAD_S) -> uvicor
 
 
 def make_app(runs: Runs, token: str | None, closing: Callable[[], bool]) -> ASGIApp:
-    """The viewer as an ASGI application.
+    """Return the viewer as an ASGI application.
 
     Args:
-      closing: whether the server is about to end, and with it the events it sends to open pages.
+      closing: whether the server is shutting down; open pages then receive no more events.
     """
     served = Served(runs, closing)
     api = [
@@ -116,7 +115,7 @@ class Served:
         self._runs, self._closing = runs, closing
 
     def answer(self, of: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """An endpoint that answers with JSON, in a thread."""
+        """Return an endpoint that computes a JSON answer in a thread."""
 
         async def endpoint(request: Request) -> Response:
             return Response(await run_in_threadpool(lambda: dump(of(request))), media_type="application/json")
@@ -144,7 +143,7 @@ class Served:
         return answers.trajectory(self.run(request), where(place["where"]), _whole(place["line"]))
 
     async def export(self, request: Request) -> Response:
-        """One page with a step or a trajectory in it, as a download."""
+        """Return a self-contained page with a step or a trajectory, as a download."""
         place = request.path_params
         step, line = where(place["where"]), _whole(place["line"]) if "line" in place else None
         page = await run_in_threadpool(lambda: page_of(self.run(request), step, line))
@@ -154,7 +153,7 @@ class Served:
         return Response(page, media_type="text/html", headers=headers)
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events: one whenever something of a run is new, with the names of such runs."""
+        """Stream server-sent events: the names of runs whenever they change."""
         return StreamingResponse(self._events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def _events(self) -> AsyncIterator[str]:
@@ -231,10 +230,10 @@ class Guard:
 
 
 def asset(name: str = "") -> Callable[[Request], Any]:
-    """An endpoint that answers with a file of the package.
+    """Return an endpoint that serves a file of the package.
 
     Args:
-      name: of the file; else it is the last part of the address.
+      name: of the file; default: the last part of the address.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -247,7 +246,7 @@ def asset(name: str = "") -> Callable[[Request], Any]:
 
 
 def dump(value: Any) -> bytes:
-    """A value as JSON that a browser reads: plain ASCII, and None for numbers that are not finite."""
+    """Serialize a value as JSON for browsers: plain ASCII, and None for numbers that are not finite."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -255,7 +254,7 @@ def dump(value: Any) -> bytes:
 
 
 def where(text: str) -> int | str:
-    """A step, or the name of a held-out evaluation (`heldout:start`)."""
+    """Parse a step, or the name of a held-out evaluation (`heldout:start`)."""
     if text.startswith("heldout:"):
         return text.removeprefix("heldout:")
     return _whole(text)

@@ -26,13 +26,13 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", r
 
 
 def page_of(run: ViewedRun, step: int | str, line: int | None) -> bytes:
-    """The page of a step, or of one of its trajectories.
+    """Return the page of a step, or of one of its trajectories.
 
     Args:
-      step: or the name of a held-out evaluation, of which `line` says the trajectory.
+      step: number of a step, or the name of a held-out evaluation. line: the trajectory's; None: all.
 
     Raises:
-      NotThere: there is none.
+      NotThere: there is no such step or trajectory.
     """
     frozen = _frozen(run, step, line)
     start = f"#/{run.name}/{_address(step)}" + ("" if line is None else f"/{line}")
@@ -52,7 +52,7 @@ def page_of(run: ViewedRun, step: int | str, line: int | None) -> bytes:
 
 
 def _frozen(run: ViewedRun, step: int | str, line: int | None) -> Json:
-    """The server's answers that the page asks for, by their addresses."""
+    """Return the server's answers to the requests of the page, by address."""
     overview = run.overview()
     private = ("path", "environment")  # of the machine, not of what is shown
     here = f"api/runs/{run.name}/steps/{_address(step)}"
@@ -76,7 +76,7 @@ def _frozen(run: ViewedRun, step: int | str, line: int | None) -> Json:
 
 
 def _group_of(whole: Json, line: int) -> Json:
-    """A step as if it had but the one trajectory."""
+    """Return a step reduced to one trajectory."""
     groups = [g for g in whole["groups"] if any(t["line"] == line for t in g["trajectories"])]
     alone = [g | {"trajectories": [t for t in g["trajectories"] if t["line"] == line]} for g in groups]
     return whole | {"groups": alone, "found": len(alone)}
@@ -87,7 +87,7 @@ def _address(step: int | str) -> str:
 
 
 def bundle() -> str:
-    """The page's modules as one script, in which each is a function that returns what it exports."""
+    """Join the page's modules into one script, in which each is a function that returns its exports."""
     order: list[str] = []
     _visit(ENTRY, order, ())
     script = "'use strict';\n" + "".join(_as_function(name) for name in order)

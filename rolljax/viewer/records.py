@@ -198,7 +198,7 @@ def _outline_turn(of: Fields) -> Json:
 
 
 def _told(name: bytes, data: bytes, start: int, stop: int) -> bytes:
-    """What stands for an array in an outline."""
+    """Return the count that replaces an array in an outline; empty if the array is not counted."""
     if name not in _COUNTED or not data[start:stop].strip():
         return b""
     return b"%d" % (data.count(b"-", start, stop) if name == b"versions" else data.count(b",", start, stop) + 1)
@@ -277,7 +277,7 @@ def heldout_pairs(evaluations: Sequence[tuple[str, Sequence[Record]]]) -> list[J
 
 
 def versions(record: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The oldest and the newest policy version that sampled a token; None: nothing was sampled by one."""
+    """Return the oldest and the newest policy version that sampled a token; None if no policy sampled any."""
     found = [v for turn in record["turns"] for v in turn["versions"] if v >= 0]
     return (min(found), max(found)) if found else None
 

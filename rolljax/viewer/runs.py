@@ -89,7 +89,7 @@ class ViewedRun:
             return {}
 
     def _evaluated(self) -> list[Json]:
-        """Held-out rewards as `summary.json` has them at the end, from the answers."""
+        """Compute held-out rewards from the answers, as `summary.json` has them after the run."""
         found = []
         for name, records in self.heldout():
             rewards = [r.outline["reward"] for r in records.found.values()]
@@ -118,10 +118,10 @@ class ViewedRun:
             return []
 
     def records(self, step: int) -> TrajectoryFile:
-        """The trajectories of a step.
+        """Return the trajectories of a step.
 
         Raises:
-          NotThere: none of it are on record.
+          NotThere: the run has no record of the step.
         """
         return self._of_file(layout.rollouts_file(self.path, step), f"step {step} of {self.name}")
 
@@ -157,7 +157,7 @@ class ViewedRun:
         return path, records.found[line]
 
     def search(self, wanted: Filter, newest: int | None) -> Iterator[tuple[int, list[Json]]]:
-        """Steps from `newest` (None: the last) down to the first, each with its trajectories that are wanted."""
+        """Yield steps from `newest` (None: the last) down to the first, each with its matching trajectories."""
         for step in reversed(self.steps()):
             if newest is None or step <= newest:
                 try:
@@ -257,7 +257,7 @@ class Runs:
                 )
 
     def all(self) -> list[ViewedRun]:
-        """Every run that is there now."""
+        """Return every run that exists now."""
         with self._lock:
             for path in (folder for p in self._paths for folder in _run_folders(p)):
                 if path not in self._runs:
@@ -265,10 +265,10 @@ class Runs:
             return [run for run in self._runs.values() if is_there(run.path / layout.RESOLVED)]
 
     def find(self, name: str) -> ViewedRun:
-        """A run by its name.
+        """Return a run by its name.
 
         Raises:
-          NotThere: none is called so.
+          NotThere: no run has this name.
         """
         for run in self.all():
             if run.name == name:

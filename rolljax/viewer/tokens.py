@@ -29,7 +29,8 @@ class TokenTexts:
         return self._vocabulary is not None
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. Of a character that takes several tokens the last has all, the others none."""
+        """Return the text of each token. For a character of several tokens, the last has it and the others are
+        empty."""
         if self._vocabulary is None:
             return [f"⟨{i}⟩" for i in ids]
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -39,18 +40,18 @@ class TokenTexts:
         return found
 
     def alone(self, token: int) -> str:
-        """The text of one token that stands for itself; of a part of a character its bytes."""
+        """Return the text of one token by itself; its bytes if it is part of a character."""
         if self._vocabulary is None:
             return f"⟨{token}⟩"
         return self._vocabulary.raw(token).decode("utf-8", "backslashreplace")
 
     def special(self, ids: Sequence[int]) -> list[int]:
-        """Places of the special tokens, which no text can spell."""
+        """Return the indices of the special tokens, which no text can spell."""
         specials = self._vocabulary.specials if self._vocabulary else frozenset()
         return [place for place, i in enumerate(ids) if i in specials]
 
     def segments(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        """A prompt as texts in order, each with whether it is a special token."""
+        """Split a prompt into texts in order, each with a flag for special tokens."""
         if self._vocabulary is None:
             return [("".join(self.texts(ids)), False)] if ids else []
         places, found, at = self.special(ids), list[tuple[str, bool]](), 0
@@ -62,10 +63,10 @@ class TokenTexts:
 
 
 def token_texts(run: Path, model: str | None) -> TokenTexts:
-    """With the tokenizer of a run's result, else of the folder that its settings name.
+    """Load the tokenizer of a run's result, else of the folder that its settings name.
 
     Args:
-      model: that folder; None: the run's model was made here, of bytes.
+      model: that folder; None: the run started from a random model over bytes.
     """
     for folder in (run / RESULT, Path(model) if model else None):
         if folder and folder.is_dir() and (found := _of_folder(folder)):
@@ -74,7 +75,7 @@ def token_texts(run: Path, model: str | None) -> TokenTexts:
 
 
 def _of_folder(folder: Path) -> Vocabulary | None:
-    """A folder's tokenizer, without `transformers` where it is one file."""
+    """Load a folder's tokenizer, without `transformers` if it is one file."""
     try:
         if (folder / "tokenizer.json").is_file():
             from tokenizers import Tokenizer

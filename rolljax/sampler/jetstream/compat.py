@@ -103,7 +103,7 @@ def _root_logger_as_it_is() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seqio_stands_in() -> Iterator[None]:
-    """Where seqio is not installed: modules with the two names that JetStream takes from it, while it is imported."""
+    """Provide modules with the two names that JetStream imports from seqio, if seqio is not installed."""
     if importlib.util.find_spec("seqio") is not None:
         yield
         return
@@ -128,10 +128,11 @@ class _NoSentencePiece:
 def run_server(
     engine: JetStreamEngineApi, port: int, *, prefill_engine: JetStreamEngineApi | None = None, host: str = "127.0.0.1"
 ) -> Any:
-    """JetStream's gRPC server, started; `stop()` it. JetStream's own would listen on all interfaces.
+    """Start and return JetStream's gRPC server; call its `stop()`. JetStream's own function would listen on all
+    interfaces.
 
     Args:
-      prefill_engine: prefills for `engine`, on devices of its own; without one, `engine` does both in turn.
+      prefill_engine: prefills for `engine`, on its own devices; without one, `engine` alternates between both.
     """
     js = load()
     engines = [engine] if prefill_engine is None else [prefill_engine, engine]

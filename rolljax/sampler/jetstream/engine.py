@@ -130,7 +130,7 @@ class JetStreamEngine(EngineBase):
         return self.weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> ServedState:
-        """An empty state: no slot is active."""
+        """Return an empty state: no slot is active."""
         self._slots = _Slots(self.engine.cfg.slots)
         return self.programs.empty()
 
@@ -144,13 +144,13 @@ class JetStreamEngine(EngineBase):
         sampler: Any = None,
         request_id: Any = None,
     ) -> Any:
-        """A prompt's prefix; with it, under the newer interface, the first token.
+        """Return a prompt's prefix; under the newer interface also the first token.
 
-        Ids that the vocabulary does not have are taken for its last one: an error here would end the process.
+        Ids outside the vocabulary become its last id: an error here would end the process.
 
         Args:
-          padded_tokens: `[T]`. true_length: how many of them hold; more than T where JetStream cut the prompt.
-          existing_prefix: a prefix (or an `ExistingPrefix` around its "cache") of what stands before these tokens.
+          padded_tokens: `[T]`. true_length: number of valid tokens; more than T if JetStream cut the prompt.
+          existing_prefix: a prefix (or an `ExistingPrefix` around its "cache") of the tokens before these.
         """
         prefix = self._prefix(params, existing_prefix, padded_tokens, true_length, 1, sampler=sampler)
         return (prefix, self._first(prefix)) if self.first_from_prefill else prefix
@@ -161,7 +161,7 @@ class JetStreamEngine(EngineBase):
     def generate(
         self, params: LoadedWeights | Params, decode_state: ServedState, sampler: Any = None
     ) -> tuple[ServedState, Any]:
-        """One decode step; the tokens of a slot hold up to its stop token, or until its context is full."""
+        """Run one decode step. A slot's tokens are valid up to its stop token, or until its context is full."""
         _refuse(sampler=sampler)
         active = self._slots.step()
         width = self.engine.width(max(int(self._slots.reach.max()), 1))
@@ -214,7 +214,7 @@ class JetStreamEngine(EngineBase):
         rng: Any = None,
         num_samples: int = 1,
     ) -> tuple[Prefix, Any]:
-        """One prefix for several samples (for `bulk_insert`), and the first token of each."""
+        """Return one prefix for several samples (for `bulk_insert`), and the first token of each."""
         prefix = self._prefix(
             params, existing_prefix, padded_tokens, true_length, num_samples, sampler=sampler, rng=rng
         )
@@ -270,7 +270,7 @@ class JetStreamEngine(EngineBase):
         return {"cache": cache, "logits": logits, "length": np.int32(total), "address": address}
 
     def _ids(self, padded: Any, true_length: int) -> np.ndarray:
-        """The prompt alone; an empty one becomes a pad token."""
+        """Return the prompt without padding; an empty one becomes a pad token."""
         padded = np.asarray(padded).astype(np.int32)
         ids = padded[: min(int(true_length), len(padded))]
         ids = ids[1:] if len(ids) and ids[0] == NO_BOS else ids
@@ -312,7 +312,7 @@ class Tokenizer(TokenizerBase):
         self._stop_ids, self._vocabulary = frozenset(stop_ids), Vocabulary(inner)
 
     def encode(self, s: str, **options: Any) -> Any:
-        """Ids of a text as it is, no chat template; with options, padded as `token_utils.pad_tokens` does it."""
+        """Return the ids of a text without a chat template; with options, padded as by `token_utils.pad_tokens`."""
         ids = self.inner(s, add_special_tokens=False, verbose=False)["input_ids"]
         if not options:
             return ids

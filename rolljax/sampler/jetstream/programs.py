@@ -84,7 +84,8 @@ class Programs:
         *,
         pages: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """One chunk of one prompt into a pool of `pages` pages `[L, pages, ...]`, after what is in `old`."""
+        """Prefill one chunk of one prompt into a pool of `pages` pages `[L, pages, ...]`, after the contents of
+        `old`."""
         cfg = dataclasses.replace(
             self.engine.cfg, slots=1, max_context=pages * self.engine.cfg.page_size, pages=pages + 1
         )
@@ -108,7 +109,7 @@ class Programs:
         return state.pool.reshape(pool.shape)[:, :pages], logits[0]
 
     def _first(self, logits_V: jax.Array, length: jax.Array, address_NA: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first token of each sample, as `insert` will draw them again: `data [N, 3]` and log-probs."""
+        """Sample the first token of each sample, as `insert` will sample it again: `data [N, 3]` and log-probs."""
         rows = len(address_NA)
         logits, position = jnp.broadcast_to(logits_V, (rows, len(logits_V))), jnp.full(rows, length)
         new = draw(logits, self._distribution(rows), fold_address(address_NA), position, self.truncate, False)
@@ -151,7 +152,7 @@ class Programs:
     def _step(
         self, params: Params, state: ServedState, active_S: np.ndarray, *, width: int
     ) -> tuple[ServedState, jax.Array, jax.Array]:
-        """One decode step; `data [S, 3]` (token, whether it holds, length) and log-probs `[S, 1]`."""
+        """Run one decode step; return `data [S, 3]` (token, validity, length) and log-probs `[S, 1]`."""
         cfg = self.engine.cfg
         local_S = jnp.arange(cfg.slots) % (cfg.slots // self.engine.num_shards)
         table: Any = local_S[:, None] * cfg.pages_per_sequence + jnp.arange(width)
@@ -163,7 +164,8 @@ class Programs:
         return now, jnp.stack([token, shown.valid, now.length], axis=1), shown.logp[:, None]
 
     def _shown(self, before: ServedState, after: ServedState) -> ServedState:
-        """The state whose tokens a decode step hands out: 0.2.2 has not seen what was drawn before it."""
+        """Return the state whose tokens a decode step returns: JetStream 0.2.2 has not seen the tokens sampled before
+        the step."""
         return after if self.first_from_prefill else before
 
     def _distribution(self, rows: int) -> SamplingDistribution:
