@@ -140,26 +140,27 @@ class EnvSpec(abc.ABC):
         return None
 
     def turns_of(self, task: Task) -> int:
-        """Most turns of an episode of `task`."""
+        """Return the most turns of an episode of `task`."""
         return self.max_turns
 
     @abc.abstractmethod
     def task(self, index: int) -> Task:
-        """The task at `index`, 0 to `NUM_INDICES - 1`; equal indices give equal tasks, in any process."""
+        """Return the task at `index`, 0 to `NUM_INDICES - 1`; equal indices give equal tasks, in any process."""
 
     @abc.abstractmethod
     def make(self) -> Env:
-        """A fresh environment."""
+        """Make a new environment."""
 
     def warm(self) -> None:  # noqa: B027  # most need nothing
         """Import and load what every episode needs. Called once, in the process that workers are forked from."""
 
     def run_limits(self) -> RunLimits | None:
-        """Fresh time-outs by task, for environments that run programs and go by them (`Env.run_limit_s`)."""
+        """Return new time limits by task, for environments that run programs and use them (`Env.run_limit_s`). Default:
+        None."""
         return None
 
     def warnings(self) -> Sequence[str]:
-        """What a user should know before a run, as sentences: what of their data is left out, for one."""
+        """Return sentences that a user should read before a run, such as which of their data is skipped."""
         return ()
 
     def columns_taken(self) -> str:
@@ -171,17 +172,18 @@ class EnvSpec(abc.ABC):
         return ""
 
     def final_answer(self, task: Task, text: str) -> str | None:
-        """What a policy's last message answers, written so that equal answers are equal texts: what attempts vote for
-        in an evaluation (maj@k). Reads the text in linear time.
+        """Return the final answer in a policy's last message, normalised so that equal answers are equal texts.
+
+        An evaluation counts these as votes (maj@k). Must read the text in linear time.
 
         Returns:
-          None: the text holds no answer, or these tasks have none that could be counted (the default).
+          None: the text holds no answer, or answers to these tasks cannot be counted (the default).
         """
         return None
 
     def category(self, task: Task) -> str:
-        """What kind of task it is among those of this environment, for tables of an evaluation; empty: they have no
-        kinds (the default)."""
+        """Return the category of a task within this environment, for tables of an evaluation; empty: none (the
+        default)."""
         return ""
 
     def reference(self, task: Task) -> str | None:
@@ -194,10 +196,10 @@ class EnvSpec(abc.ABC):
         return None
 
     def variants(self, task: Task) -> Sequence[Task]:
-        """The task in every form in which an evaluation asks it, the same content each: by default the task alone. A
-        judge is asked about two answers in both orders."""
+        """Return the task in every form in which an evaluation asks it, with the same content. Default: the task alone.
+        A judge is asked about two answers in both orders."""
         return (task,)
 
     def bad_actions(self) -> Sequence[str]:
-        """Actions that must not solve a task, for the contract tests."""
+        """Return actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)

@@ -13,7 +13,7 @@ _WORD = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of letters a-z and digits; hyphens join."""
+    """Return the lower-case words of letters a-z and digits; hyphens join."""
     return _WORD.findall(text.lower())
 
 

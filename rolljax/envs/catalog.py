@@ -76,8 +76,8 @@ _REF = re.compile(r"(?P<name>[\w.]+)(:(?P<rest>[^()#]+))?(\((?P<settings>.*)\))?
 
 
 def make_spec(ref: str) -> EnvSpec:
-    """The environment that `ref` names: a short name, `prefix:name`, or `module.Class`, with settings as Python
-    literals in parentheses. An index behind `#` is let pass.
+    """Make the environment that `ref` names: a short name, `prefix:name`, or `module.Class`, with settings as Python
+    literals in parentheses. An index after `#` is ignored.
 
     Raises:
       ConfigError: there is no such environment or setting.
@@ -112,7 +112,7 @@ def make_spec(ref: str) -> EnvSpec:
 
 
 def ref_of(spec: EnvSpec, index: int | None = None) -> str:
-    """The reference that makes this environment again, and task `index` of it."""
+    """Return the reference that makes this environment again, with task `index` if given."""
     cls = type(spec)
     path = f"{cls.__module__}.{cls.__qualname__}"
     settings = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def ref_of(spec: EnvSpec, index: int | None = None) -> str:
 
 
 def task_of(ref: str) -> tuple[EnvSpec, Task]:
-    """The environment and the task that a reference with an index names."""
+    """Return the environment and the task of a reference with an index."""
     spec = make_spec(ref)
     _, mark, index = ref.strip().rpartition("#")
     if not mark or not index.isdigit():
@@ -172,7 +172,7 @@ def _load(path: str, ref: str) -> type[EnvSpec]:
 
 
 def _function(value: Any, cls: type[EnvSpec], key: str, ref: str) -> Any:
-    """A setting's value; where the setting takes a function, the one that a text names by its path."""
+    """Return a setting's value; for a function setting, import the function whose path the text gives."""
     if not (isinstance(value, str) and _takes_function(cls, key)):
         return value
     module, _, name = value.rpartition(".")

@@ -105,10 +105,10 @@ class CodeProblems(EnvSpec):
         return "code"
 
     def problems(self) -> tuple[Problem, ...]:
-        """All problems of the file.
+        """Return all problems of the file.
 
         Raises:
-          DataError: a line is no problem; says which, and what is missing.
+          DataError: a line is no problem; the message names it and the missing field.
         """
         (path,) = find_files(self.path, "CodeProblems.path")
         stat = path.stat()
@@ -196,14 +196,14 @@ class CodeEnv(Env):
 
 
 def program_of(answer: str, problem: Problem) -> str | None:
-    """The program in an answer, complete; None if there is none.
+    """Return the complete program in an answer; None if there is none.
 
-    Of several code blocks, the first counts that defines the function asked for, else the first.
+    If there are several code blocks, take the first that defines the requested function, else the first.
     """
     text = after_thinking(answer)
     if len(text) > MAX_ANSWER_CHARS or "\0" in text or not text.strip() or not _is_text(text):
         return None
-    # after `^` only what cannot end a line: a run of empty lines is scanned once
+    # after `^` match only blanks that do not end a line, so that a run of empty lines is scanned once
     head = rf"(?:async[ \t]+)?def[ \t]+{re.escape(problem.entry_point)}\b"
     defines = re.compile(rf"^[ \t]*{head}", re.MULTILINE)
     code = text
@@ -219,7 +219,7 @@ def program_of(answer: str, problem: Problem) -> str | None:
 
 
 def _indented(body: str) -> str:
-    """The body of a function, moved right where its answer lost the spaces in front."""
+    """Return the body of a function, indented again if its answer lost the leading spaces."""
     lines = body.strip("\n").split("\n")
     if lines[0][:1].isspace():
         return "\n".join(lines)
@@ -285,11 +285,11 @@ def _mbpp(record: dict[str, Any], tests_shown: int) -> Problem:
 
 
 def _tested(tests: list[str], setup: str, reference: str) -> str:
-    """The function that tests are about: the one that they use, the solution defines and the setup does not; else the
-    only class.
+    """Return the function under test: the tests use it, the solution defines it and the setup does not; else the only
+    class.
 
     Raises:
-      ValueError: there is none, or more than one: of several, one could judge another's answers.
+      ValueError: there is none, or more than one, so that one could judge another's answers.
     """
     trees = [ast.parse(source) for source in (*tests, setup)]
     used = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)} - _defined(trees[-1])
@@ -307,7 +307,7 @@ def _tested(tests: list[str], setup: str, reference: str) -> str:
 
 
 def _defined(program: ast.Module) -> set[str]:
-    """Functions, classes and variables that a program defines at its top."""
+    """Return the functions, classes and variables that a program defines at its top level."""
     named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     blocks = [node for node in program.body if not isinstance(node, named)]
     stored = (n.id for b in blocks for n in ast.walk(b) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))

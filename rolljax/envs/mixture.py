@@ -127,15 +127,15 @@ class Mixture(EnvSpec):
         return self.outer(name, domain.env.task(local))
 
     def outer(self, name: str, task: Task) -> Task:
-        """A task of the environment of domain `name`, as one of the mixture."""
+        """Return the mixture's task for a task of the environment of domain `name`."""
         index = task.index * len(self.domains) + list(self.domains).index(name)
         return Task(name, index, task.content)
 
     def inner(self, task: Task) -> Task:
-        """A task of the mixture, as its domain's environment knows it.
+        """Return the task of the domain's environment for a task of the mixture.
 
         Raises:
-          EnvError: it is of no domain of this mixture.
+          EnvError: the task belongs to no domain of this mixture.
         """
         if task.env not in self.domains:
             raise EnvError(f"task {task.index} is of {task.env!r}; the mixture has {', '.join(self.domains)}")
@@ -247,7 +247,8 @@ class DomainRunLimits(RunLimits):
 
 
 def shared_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """`total` things in the proportion of `weights`, by largest remainders; of equal ones the first named is first."""
+    """Divide `total` items in proportion to `weights`, by largest remainders; of equal ones the first named is
+    first."""
     whole = sum(weights.values())
     exact = {name: total * weight / whole for name, weight in weights.items()}
     found = {name: math.floor(x + 1e-9) for name, x in exact.items()}

@@ -127,15 +127,15 @@ class Questions(EnvSpec):
         return (complaint,) if complaint else ()
 
     def question(self, index: int) -> Question:
-        """Question `index` modulo their number.
+        """Return question `index` modulo their number.
 
         Raises:
-          DataError: a row is none. ConfigError: columns that are not found.
+          DataError: a row is no question. ConfigError: columns are not found.
         """
         return self._table().record(index)
 
     def record(self, index: int) -> Row:
-        """The row of a question, all its columns."""
+        """Return the row of a question with all its columns."""
         return self._table().row(index)
 
     def location(self, index: int) -> str:
@@ -275,7 +275,7 @@ class QuestionsEnv(PureEnv):
         return f"{question.solution}\n{last}".lstrip("\n")
 
     def _rewarded(self, reward: Reward, question: Question, action: str) -> StepResult:
-        """The reward of the user's own function, which must give finite numbers."""
+        """Compute the reward with the user's own function, which must return finite numbers."""
         spec, own = self._spec, getattr(reward, "__name__", type(reward).__name__)
         name = f"{reward.__module__}.{getattr(reward, '__qualname__', own)}"
         with boundary(EnvError, f"{name} for {spec.location(self._index)}"):
@@ -295,8 +295,11 @@ class QuestionsEnv(PureEnv):
 
 
 def is_same(reference: str, answer: str) -> bool | TooMuch:
-    """Whether two final answers are the same, however they are written: by plain rules where these can say, else by
-    math-verify in a forked child. `TooMuch`: the answer passed the bounds on time or memory, which makes it wrong."""
+    """Return whether two final answers are equal, whatever their notation.
+
+    Plain rules decide if they can, otherwise math-verify in a forked child. `TooMuch`: the answer exceeded the limits
+    on time or memory, which makes it wrong.
+    """
     plainly = answers.compare(reference, answer)
     if plainly is not None:
         return plainly
@@ -309,7 +312,7 @@ def is_same(reference: str, answer: str) -> bool | TooMuch:
 
 
 def is_right(text: str, reference: str, where: str = "any") -> bool:
-    """Whether a policy's text gives the recorded final answer `reference_answer`: what the default reward asks.
+    """Return whether a policy's text gives the recorded `reference_answer`, as the default reward does.
 
     where: as `Questions.answer_in`.
     """
@@ -340,7 +343,7 @@ def _put(how: str, question: str) -> str:
 
 
 def _recorded(value: Any, key: str) -> str:
-    """A recorded answer as text: a number, a list of one, a message of the assistant."""
+    """Return a recorded answer as text: a number, a list of one, a message of the assistant."""
     value = messages.unpacked(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -354,7 +357,7 @@ def _without(tiers: Sequence[Sequence[str]], taken: str) -> Sequence[Sequence[st
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is a finite number: of Python, of NumPy, or a truth value."""
+    """Return whether a value is a finite number of Python or NumPy, or a truth value."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):

@@ -141,7 +141,7 @@ class Records(EnvSpec):
         return table(self, "Records", self._reader)
 
     def _reader(self, rows: Rows, path: str) -> tuple[Callable[[Row], RecordedExample], Taken]:
-        """What makes records of rows with these columns; notes the most turns of one."""
+        """Return the function that makes records of rows with these columns; it notes the most turns of a record."""
         read, taken = _reader_of(self, Columns.of(rows), path)
         _most_turns[self] = 1
 
@@ -249,7 +249,7 @@ def _reader_of(spec: Records, names: Columns, path: str) -> tuple[Callable[[Row]
 
 
 def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -> Kind:
-    """The kind of all rows: as the user says, or the only one that the columns can be."""
+    """Return the kind of all rows: the user's choice, or the only one that fits the columns."""
     named = {name for name, role in roles.items() if role.key}
     kinds = [kind for kind in ROLES if spec.kind in ("auto", kind) and named <= set(ROLES[kind])]
     if not kinds:
@@ -300,7 +300,7 @@ def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> RecordedE
 
 
 def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, ...], str]:
-    """What an answer's column says: the answer, and what stands before it where that is a list of messages."""
+    """Return the answer in an answer column, and the messages before it if the column is a list of messages."""
     if not messages.is_list(value):
         return (), messages.text(messages.written(value, key), key, empty=empty)
     found = messages.messages(value, key)
@@ -310,7 +310,7 @@ def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, 
 
 
 def _agreeing(initial_messages: tuple[Message, ...], before: tuple[Message, ...], key: str) -> tuple[Message, ...]:
-    """The prompt; an answer's list may repeat it, with a system message in front."""
+    """Return the prompt; an answer's list of messages may repeat it, with a system message in front."""
     if not before or before == initial_messages:
         return initial_messages
     if before[0].role == "system" and before[1:] == initial_messages:
@@ -321,7 +321,7 @@ def _agreeing(initial_messages: tuple[Message, ...], before: tuple[Message, ...]
 
 
 def _shared_beginning(good: Any, bad: Any, chosen: str, rejected: str) -> tuple[tuple[Message, ...], Any, Any]:
-    """A prompt that is not written apart: what chosen and rejected both begin with."""
+    """Return the prompt of a pair without its own column: the common beginning of chosen and rejected."""
     if messages.is_list(good) and messages.is_list(bad):
         before, _ = _said(good, chosen)
         if not before or before != _said(bad, rejected, empty=True)[0]:

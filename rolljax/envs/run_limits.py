@@ -46,7 +46,7 @@ class RunLimits:
         self._longest_s: dict[str, float] = {}
 
     def limit_s(self, task: Task) -> float | None:
-        """Longest that a program for `task` may run now, seconds; None: as long as its environment says."""
+        """Return the current time limit of a program for `task`, seconds; None: the environment's own."""
         if task.id not in self._longest_s:
             return self._most_s
         return min(max(self._cfg.low_s, self._cfg.factor * self._longest_s[task.id]), self._most_s)
@@ -61,7 +61,7 @@ class RunLimits:
         self._longest_s[task.id] = longest_s
 
     def state(self) -> dict[str, float]:
-        """Seconds of the longest correct run, by task."""
+        """Return the seconds of the longest correct run, by task."""
         return dict(self._longest_s)
 
     def restore(self, state: dict[str, float]) -> None:

@@ -23,7 +23,7 @@ and `MIN_REPEATS`. If another task exists, all being equally likely, the chance 
 
 
 def is_held_out(task: Task, frac: float) -> bool:
-    """Whether a task belongs to the held-out split, from its hash alone."""
+    """Return whether a task belongs to the held-out split, from its hash alone."""
     return int(task.id, 16) / 16**16 < frac
 
 
@@ -78,11 +78,10 @@ def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
 def training_indices(
     spec: EnvSpec, held_out_frac: float, num_tasks: int, among: range = range(NUM_INDICES)
 ) -> list[int]:
-    """The index of each different task that is not held out, in their order.
+    """Return the index of each different task that is not held out, in order.
 
     Args:
-      num_tasks: most of them. among: the indices that are looked at, until the family is taken to have no more
-        (`REPEATS`).
+      num_tasks: most tasks. among: the indices to look at, until the environment seems to be exhausted (`REPEATS`).
     """
     found: dict[str, int] = {}
     newest = 0
@@ -96,7 +95,7 @@ def training_indices(
 
 
 def _numbers(spec: Mixture, num_tasks: int) -> dict[str, int]:
-    """How many tasks are taken of each domain: at least one of all that have a weight."""
+    """Return the number of tasks of each domain: at least one of all that have a weight."""
     weights = {name: weight for name, weight in spec.weights.items() if weight}
     if num_tasks < len(weights):
         raise DataError(f"{num_tasks} tasks are not enough for the {len(weights)} domains of {spec.name}: ask for more")
@@ -106,7 +105,8 @@ def _numbers(spec: Mixture, num_tasks: int) -> dict[str, int]:
 
 
 def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], int, int]:
-    """Up to `num_tasks` different tasks of the split, how many different ones were seen, and among how many indices."""
+    """Return up to `num_tasks` different tasks of the split, the number of different tasks seen, and the number of
+    indices."""
     found: dict[str, Task] = {}
     seen: set[str] = set()
     limit, newest, index = min(NUM_INDICES, int(100 * num_tasks / frac) + 1000), 0, 0
@@ -185,11 +185,11 @@ class TaskStream:
         return next(self._iterator)
 
     def of(self, domain: str) -> Task:
-        """The next task; there is one domain only."""
+        """Return the next task; there is one domain only."""
         return next(self)
 
     def state(self) -> str:
-        """The position, as JSON text."""
+        """Return the position as JSON text."""
         position = self._iterator.get_state()
         return json.dumps({"drawn": self._drawn, "at": position} if self.when_dry else position)
 
@@ -216,15 +216,15 @@ class MixtureStream:
         }
 
     def of(self, domain: str) -> Task:
-        """The next task of a domain.
+        """Return the next task of a domain.
 
         Raises:
-          DataError: it is dry, and `Domain.when_dry` says that this is an error.
+          DataError: the domain has no more tasks, and `Domain.when_dry` makes this an error.
         """
         return self.spec.outer(domain, next(self._streams[domain]))
 
     def state(self) -> str:
-        """The position of every domain, as JSON text."""
+        """Return the position of every domain as JSON text."""
         return json.dumps({name: stream.state() for name, stream in self._streams.items()})
 
     def restore(self, state: str) -> None:
@@ -234,9 +234,9 @@ class MixtureStream:
 
 
 def open_stream(spec: EnvSpec, seed: int, frac: float) -> TaskStream | MixtureStream:
-    """The training tasks of an environment.
+    """Open the training tasks of an environment.
 
     Args:
-      seed: of their order. frac: of the tasks, the held-out ones, which do not come.
+      seed: of their order. frac: the held-out fraction of the tasks, which is left out.
     """
     return MixtureStream(spec, seed, frac) if isinstance(spec, Mixture) else TaskStream(spec, seed, frac)

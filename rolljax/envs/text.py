@@ -27,14 +27,15 @@ _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 
 @functools.lru_cache(maxsize=64)
 def linear_pattern(pattern: str, setting: str) -> Any:
-    """A user's regular expression, compiled by RE2, which takes time linear in any text: Python's own can take hours
-    over one that is made for it. A dot is any character.
+    """Compile a user's regular expression with RE2, in which a dot matches any character.
+
+    RE2 takes time linear in any text; Python's own engine can take hours on a malicious one.
 
     Args:
-      setting: whose value it is.
+      setting: the setting with this value.
 
     Raises:
-      ConfigError: it is none, or RE2 is missing.
+      ConfigError: the pattern is invalid, or RE2 is missing.
     """
     with needed("re2", setting, install="google-re2"):
         import re2
@@ -139,7 +140,7 @@ _UNIQUE_DECODER = json.JSONDecoder(
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects; as many are looked at as matter."""
+    """Return the levels of lists and objects, at most one more than `MAX_DEPTH`."""
     depth, level = 0, [value]
     while depth <= MAX_DEPTH and (level := [v for v in level if isinstance(v, (dict, list))]):
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]

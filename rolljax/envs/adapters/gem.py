@@ -51,18 +51,18 @@ class Gem(EnvSpec):
         return self.id
 
     def task(self, index: int) -> Task:
-        """The seed is its identity: the opening need not show what is hidden."""
+        """Return a task that is identified by its seed: the first observation need not show the hidden state."""
         return Task(self.name, index, f"{self.id} with seed {self.reset_seed(index)}")
 
     def make(self) -> Env:
         return GemEnv(self)
 
     def reset_seed(self, index: int) -> int:
-        """What `reset` is called with for a task."""
+        """Return the seed that `reset` receives for a task."""
         return (self.seed * 1_000_003 + index) % 2**31
 
     def make_object(self) -> Any:
-        """The object with `reset` and `step`."""
+        """Make the object with `reset` and `step`."""
         module, _, function = self.maker.rpartition(".")
         found = library(module, "gem-llm") if module == "gem" else importlib.import_module(module)
         return getattr(found, function)(self.id, **self.settings)
@@ -106,14 +106,17 @@ class GemEnv(Env):
 
 
 def framed(text: object, info: object) -> str:
-    """An observation between the prefix and the suffix that `info` gives."""
+    """Return an observation between the prefix and the suffix in `info`."""
     info = info if isinstance(info, Mapping) else {}
     return "\n".join(str(part) for part in (info.get("prefix"), text, info.get("suffix")) if part) or "Your move."
 
 
 def step_result(answer: Any, last: bool, success_reward: float) -> StepResult:
-    """GEM's five values in our terms. An episode that reports both ends at once (GEM's single turns and turn limits do)
-    is terminated. `success` is the one in `info`, where there is one. last: our own limit of turns is reached."""
+    """Convert GEM's five values into a `StepResult`.
+
+    An episode that reports both ends at once (GEM's single turns and turn limits do) is terminated. `success` is taken
+    from `info` if it is there. last: our own turn limit is reached.
+    """
     text, reward, terminated, truncated, info = answer
     terminated, cut, own = flag(terminated, "terminated"), flag(truncated, "truncated"), number(reward)
     truncated = not terminated and (cut or last)

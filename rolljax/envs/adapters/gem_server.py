@@ -45,7 +45,7 @@ Verb = Callable[[Body], Awaitable[Body]]
 
 
 def make_app(offered: Sequence[str], limits: SessionLimits, shells: bool = False) -> Any:
-    """The ASGI application that serves the environments `offered`: references, or patterns like `rg:*`."""
+    """Return the ASGI application that serves the environments `offered`: references, or patterns like `rg:*`."""
     server = _GemServer(EnvSessions(offered, limits))
     verbs: dict[str, Verb] = {
         PATH + "make": server.make,
@@ -114,7 +114,7 @@ class _GemServer:
 
 
 def text_of(body: Body, key: str) -> str:
-    """A text that a request must have."""
+    """Return a required text of a request."""
     value = body.get(key)
     if not isinstance(value, str):
         raise ConfigError("is missing, or no text", setting=key)
@@ -126,7 +126,7 @@ async def _health(_: Request) -> Response:
 
 
 def _endpoint(verb: Verb) -> Callable[[Request], Awaitable[Response]]:
-    """The verb with JSON around it. Errors are one sentence, never a traceback."""
+    """Wrap a verb in JSON. Errors are one sentence, never a traceback."""
 
     async def endpoint(request: Request) -> Response:
         try:

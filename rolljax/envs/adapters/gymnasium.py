@@ -80,7 +80,7 @@ class Gymnasium(EnvSpec):
         return _shape(self.id, self._key).actions
 
     def task(self, index: int) -> Task:
-        """Where chance plays no part, equal openings are one task; elsewhere the seed is part of it."""
+        """Return a task. Without randomness equal first observations are one task; otherwise the seed is part of it."""
         shape = _shape(self.id, self._key)
         with shape.lock:
             state, _ = shape.env.reset(seed=self._seed(index))
@@ -145,7 +145,7 @@ def _shape(id: str, settings: str) -> _Shape:
 
 
 def _make(id: str, settings: str) -> Any:
-    """The environment, drawing text where it can. gymnasium's checks and its turn limit are left out.
+    """Make the environment, rendering text if it can, without gymnasium's checks and turn limit.
 
     settings: the `repr` of its items.
     """
@@ -183,7 +183,7 @@ def _registered(id: str) -> Any:
 
 
 def _numbers(spaces: Any, space: Any) -> int:
-    """How many numbers an observation has; very many where it is no plain tuple of numbers."""
+    """Return the number of numbers in an observation; a very large one if it is no plain tuple of numbers."""
     if isinstance(space, spaces.Discrete):
         return 1
     if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):

@@ -58,7 +58,7 @@ class OpenEnv(EnvSpec):
         return f"openenv {urlsplit(self.url).netloc}"
 
     def task(self, index: int) -> Task:
-        """The server is not asked: the seed is the task's identity."""
+        """Return a task without asking the server: the seed identifies it."""
         return Task(self.name, index, f"{self.url} with seed {self.reset_seed(index)}")
 
     def make(self) -> Env:
@@ -169,7 +169,7 @@ TEXT_KEYS = ("message", "text", "prompt", "observation", "result", "output")
 
 
 def shown(observation: Any, text_key: str) -> tuple[Message, ...]:
-    """An observation as messages."""
+    """Return an observation as messages."""
     if not isinstance(observation, Mapping):
         return (Message("user", str(observation)),)
     if text_key:
@@ -184,12 +184,12 @@ def shown(observation: Any, text_key: str) -> tuple[Message, ...]:
 
 
 def _flag(data: Mapping[str, Any], name: str) -> bool:
-    """A flag that may be left out."""
+    """Return an optional flag."""
     return data.get(name) is not None and flag(data[name], name)
 
 
 def bearer(token_env: str) -> dict[str, str]:
-    """The header that opens a server."""
+    """Return the authorization header for a server; empty without a token."""
     token = os.environ.get(token_env, "") if token_env else ""
     return {"Authorization": f"Bearer {token}"} if token else {}
 

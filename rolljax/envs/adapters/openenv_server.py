@@ -71,10 +71,10 @@ SCHEMA = {
 
 
 def make_app(ref: str, limits: SessionLimits) -> Any:
-    """The ASGI application that serves the environment `ref`.
+    """Return the ASGI application that serves the environment `ref`.
 
     Raises:
-      ConfigError: there is no such environment, or no `websockets` for the HTTP server to speak with.
+      ConfigError: there is no such environment, or the package `websockets` is missing.
     """
     library("websockets", "websockets")
     make_spec(ref)
@@ -108,7 +108,7 @@ class _OpenEnvServer:
         return JSONResponse(SCHEMA)
 
     async def session(self, socket: WebSocket) -> None:
-        """One client, from its connection to its end."""
+        """Serve one client from its connection to its end."""
         await socket.accept()
         session: EnvSession | None = None
         try:
@@ -149,7 +149,7 @@ class MessageHandler:
         self._episode_id: str | None = None
 
     async def answer(self, text: str) -> dict[str, Any] | None:
-        """What to send back; None: the client takes its leave."""
+        """Return the answer to a message; None: the client closes the session."""
         try:
             message = json.loads(text)
         except (ValueError, RecursionError):

@@ -120,7 +120,7 @@ class ReasoningGym(EnvSpec):
         return _dataset(self.family, self.config, self.seed)
 
     def item(self, index: int) -> dict[str, Any]:
-        """Question, answer and metadata of a task, as the library makes them."""
+        """Return question, answer and metadata of a task from the library."""
         index %= NUM_TASKS.get(self.family, NUM_INDICES)
         with boundary(EnvError, f"reasoning-gym {self.family}, item {index}"):
             if self.family == "list_functions":  # one of its generators draws from the global random module
@@ -240,7 +240,7 @@ def _is_chance(answer: str, right: Mapping[str, int]) -> bool:
 
 
 def _integrated(answer: str, variable: str) -> str:
-    """A reference that the library left as an integral, worked out."""
+    """Evaluate a reference answer that the library left as an integral."""
     sympy: Any = importlib.import_module("sympy")
     names = {name: sympy.Symbol(name) for name in (variable, "C")}
     return str(sympy.parse_expr(answer, local_dict=names).doit())

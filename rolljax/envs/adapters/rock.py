@@ -53,7 +53,7 @@ class Rock(EnvSpec):
         return self.env_id
 
     def task(self, index: int) -> Task:
-        """The server is not asked: the seed is the task's identity."""
+        """Return a task without asking the server: the seed identifies it."""
         return Task(self.name, index, f"{self.env_id} with seed {self.reset_seed(index)}")
 
     def make(self) -> Env:
@@ -103,12 +103,12 @@ class RockEnv(Env):
             self._call("close", {"sandbox_id": sandbox})
 
     def _call(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One of the endpoints.
+        """Call one of the endpoints.
 
         Raises:
-          InfraError: the server is not there, has no room, or failed.
-          EnvError: it refused the call (a status from 400 to 499), with its reason.
-          ConfigError: it wants another token.
+          InfraError: the server is unreachable, has no room, or failed.
+          EnvError: the server refused the call (a status from 400 to 499), with its reason.
+          ConfigError: the server rejects the token.
         """
         with boundary(InfraError, f"{verb} at {self._spec.url}"):
             status, answer = asyncio.run(self._post(verb, body))
@@ -122,7 +122,7 @@ class RockEnv(Env):
         raise (EnvError if 400 <= status < 500 and status != 429 else InfraError)(why)
 
     async def _post(self, verb: str, body: dict[str, Any]) -> tuple[int, str]:
-        """The status and the body of an answer; of an error's body the beginning."""
+        """Return the status and the body of an answer; for an error only the beginning of the body."""
         with needed("httpx2", "Rock.url"):
             import httpx2
 

@@ -215,7 +215,7 @@ def whole_text(messages: Sequence[Message]) -> str:
 
 
 def parser(prog: str, what: str) -> argparse.ArgumentParser:
-    """Arguments of a server's command."""
+    """Return the argument parser of a server's command."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=what)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")

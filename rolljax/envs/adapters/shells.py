@@ -37,7 +37,7 @@ class Shells:
         self._ids: dict[str, str] = {}
 
     def verbs(self) -> dict[str, Callable[[Body], Awaitable[Body]]]:
-        """Path -> what answers it."""
+        """Return the handler of each path."""
         calls = {
             "/create_session": self._create_session,
             "/close_session": self._close_session,
@@ -96,7 +96,7 @@ class Shells:
         return {}
 
     def _box(self, body: Body) -> str:
-        """The sandbox that a request names."""
+        """Return the sandbox that a request names, making it at first use."""
         name = _text(body, "sandbox_id")
         with self._lock:
             if name not in self._ids:

@@ -182,8 +182,8 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
 
 @functools.cache
 def _classes(path: str) -> Any:
-    """tau-bench's two worlds, imported from the checkout. Its client for language models is left out: the user who
-    would need it is never made."""
+    """Import tau-bench's two worlds from the checkout. A stub replaces its language model client: the simulated user
+    who would need it is never made."""
     if "litellm" not in sys.modules:
         stub = types.ModuleType("litellm")
         vars(stub)["completion"] = None
@@ -206,20 +206,20 @@ def _classes(path: str) -> Any:
 
 
 def _copies(load: Callable[[], Any]) -> Callable[[], Any]:
-    """A loader that reads the data base from its files once per process."""
+    """Return a loader that reads the database from its files once per process."""
     data = functools.cache(lambda: pickle.dumps(load(), pickle.HIGHEST_PROTOCOL))
     return lambda: pickle.loads(data())
 
 
 @functools.cache
 def _shared(path: str, domain: str, split: str) -> Any:
-    """A world to read tasks from."""
+    """Return a world to read tasks from."""
     return _fresh(path, domain, split)
 
 
 def _fresh(path: str, domain: str, split: str) -> Any:
-    """A world to act in. Data bases are compared by the hash of their JSON, which takes a tenth of the time of
-    tau-bench's own."""
+    """Return a world to act in. It compares databases by the hash of their JSON, which takes a tenth of the time of
+    tau-bench's own comparison."""
     world = _classes(path)[domain](user_strategy="human", task_split=split, task_index=0)
     world.user = _ScriptedUser()
     world.get_data_hash = lambda: hashlib.sha256(

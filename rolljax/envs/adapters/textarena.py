@@ -61,7 +61,7 @@ class TextArena(EnvSpec):
         return self.id
 
     def task(self, index: int) -> Task:
-        """The game's seed is its identity: the opening does not show what is hidden."""
+        """Return a task that is identified by its seed: the first observation does not show the hidden state."""
         return Task(self.name, index, f"{self.id} with seed {self._seed(index)}")
 
     def warm(self) -> None:
@@ -122,6 +122,6 @@ class TextArenaEnv(Env):
         raise EnvError("textarena has no reference actions")
 
     def _heard(self) -> Message:
-        """What the game said since the policy's last move, its own words left out."""
+        """Return the game's messages since the policy's last move, without that move."""
         _, said = self._game.get_observation()
         return Message("user", "\n".join(text for sender, text, _ in said if sender == GAME) or "Your move.")

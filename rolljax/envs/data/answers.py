@@ -135,7 +135,7 @@ def to_verify(reference: str, answer: str) -> Sequence[tuple[str, str]]:
 
 
 def _equation(left: Sequence[str], right: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """The recorded answer is an equation: the answer is one too, or the value of the same name."""
+    """Match against a recorded equation: the answer is an equation too, or the value of the same name."""
     is_named = _is_name(left[0])
     if len(right) == 1:
         return [(left[-1], right[0])] if is_named else []
@@ -145,7 +145,7 @@ def _equation(left: Sequence[str], right: Sequence[str]) -> Sequence[tuple[str, 
 
 
 def _values(sides: Sequence[str], reference: str) -> Sequence[str]:
-    """The sides of an answer's equation that must be right; none if one is missing."""
+    """Return the sides of an answer's equation that must be right; none if one is missing."""
     if len(sides) > 1 and (
         not sides[0] or _is_name(sides[0]) or (_has_variable(sides[0]) and not _has_variable(reference))
     ):
@@ -154,7 +154,7 @@ def _values(sides: Sequence[str], reference: str) -> Sequence[str]:
 
 
 def _listed(want: Sequence[str], got: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """Two lists of values, or of values by name: equal in any order."""
+    """Match two lists of values, or of values by name, in any order."""
     parts = []
     for items in (want, got):
         sides = [_split(_before_approx(item), _EQUAL) for item in items]
@@ -227,7 +227,7 @@ def canonical(answer: str) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number, units aside."""
+    """Return whether a text is one number, units aside."""
     return _number(_plain(text)) is not None
 
 
@@ -295,7 +295,7 @@ def _hides_a_value(text: str) -> bool:
 
 
 def _tidy(text: str) -> str:
-    """A text with LaTeX's signs, `^` for Python's `**`, and without marks of bold type."""
+    """Return a text with LaTeX's signs, `^` for Python's `**`, and without marks of bold type."""
     text = _AND.sub(r" \1 ", _BOLD.sub(r"\1", text.translate(_SIGNS)).strip().strip("$"))
     text = text.replace("\\boxed", "").replace("\\fbox", "")
     text = _SPACED_OUT.sub(" ", _THOUSANDS.sub("", _NO_SPACE.sub("", text)))
@@ -322,7 +322,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _items(text: str) -> Sequence[str]:
-    """The values that a list or a set names. A comma between groups of three digits is part of a number; `\\pm` is two
+    """Return the values in a list or a set. A comma between groups of three digits is part of a number; `\\pm` is two
     values."""
     if found := _BRACES.fullmatch(text):
         text = found[1]
@@ -344,7 +344,7 @@ def _is_name(side: str) -> bool:
 
 
 def _has_variable(side: str) -> bool:
-    """Whether a side of an equation holds letters that are no unit of a number."""
+    """Return whether a side of an equation holds letters that are no unit of a number."""
     plain = _plain(side)
     return _number(plain) is None and re.search(r"[A-Za-z]", _LETTERS.sub("", side)) is not None
 
@@ -386,7 +386,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname|textit|mat
 
 
 def _plain(text: str) -> str:
-    """A text without what changes nothing: signs of currency and degrees, sizes of brackets, kinds of space."""
+    """Remove marks without meaning from a text: signs of currency and degrees, sizes of brackets, kinds of space."""
     text = _tidy(text).replace("{,}", ",")
     text = _UNSEEN.sub("", _THOUSANDS.sub("", text))
     text = _TEXT.sub(r" \1", _FRAC.sub(_slashed, text)) if "\\" in text else text
@@ -402,7 +402,7 @@ def _slashed(found: re.Match[str]) -> str:
 
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
-    """The number that a plain text is, and whether it is in per cent."""
+    """Return the number in a plain text, and whether it is in per cent; None if the text is no number."""
     text = _SCIENTIFIC.sub(r"\1e\2", text)
     if spaced := _SPACED.match(text):
         text = spaced[0].replace(" ", "") + text[spaced.end() :]
@@ -418,7 +418,8 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _power(text: str) -> int | None:
-    """The value of a power of whole numbers, or of a tower of them; None: it has more digits than any number here."""
+    """Return the value of a power or a power tower of whole numbers; None if it has more digits than any number
+    here."""
     *bases, value = map(int, re.findall("[0-9]+", text))
     for base in reversed(bases):
         if base > 1 and value > MAX_POWER:
@@ -433,7 +434,7 @@ def _is_unit(text: str) -> bool:
 
 
 def _same(want: tuple[Fraction, bool], got: tuple[Fraction, bool]) -> bool:
-    """Equal numbers; where one of them is in per cent, it may also be meant as its hundredth."""
+    """Return whether two numbers are equal; if exactly one is in per cent, it may also mean its hundredth."""
     (a, a_percent), (b, b_percent) = want, got
     if a == b:
         return True
@@ -454,7 +455,7 @@ _LOOSE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")
 
 
 def _tight(text: str) -> str:
-    """A text without white space and signs of its setting; words in small letters."""
+    """Return a text without white space and typesetting marks; words in lower case."""
     plain = _plain(text)
     if _is_words(plain):
         return _words(plain)
@@ -462,7 +463,7 @@ def _tight(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Whether a text is words, not a formula: letters, with three in a row at least."""
+    """Return whether a text is words, not a formula: letters, with at least three in a row."""
     return bool(re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ '.,:-])*", text)) and any(len(w) > 2 for w in _WORD.findall(text))
 
 

@@ -49,7 +49,7 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Rows) -> Columns:
-        """Raises `DataError`: none of the first rows can be read."""
+        """Read the column names of the first rows. Raise `DataError` if none can be read."""
         counts: collections.Counter[str] = collections.Counter()
         complaints, num_read = [], 0
         for i in range(min(len(rows), NUM_LOOKED_AT)):
@@ -66,16 +66,16 @@ class Columns:
         return _listed(self.every) or "none"
 
     def has_usual(self, role: Role) -> bool:
-        """Whether a column is set for a role, or has one of its usual names."""
+        """Return whether a column is set for a role, or has one of its usual names."""
         names = {name.lower() for name in self.common}
         return bool(role.key) or any(name in names for tier in role.usual for name in tier)
 
 
 def find(role: Role, columns: Columns, path: str) -> str | None:
-    """The column of a role; None where none has a usual name.
+    """Return the column of a role; None if no column has a usual name.
 
     Raises:
-      ConfigError: the column that was set is not there, or several have usual names.
+      ConfigError: the column in the settings does not exist, or several have usual names.
     """
     if role.key:
         if role.key not in columns.every:
@@ -104,7 +104,7 @@ def find(role: Role, columns: Columns, path: str) -> str | None:
 
 
 def need(role: Role, columns: Columns, path: str) -> str:
-    """As `find`, where the column must be there."""
+    """Return the column of a role as `find`, but raise `ConfigError` if there is none."""
     found = find(role, columns, path)
     if found is None:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _names(row: Mapping[str, Any], before: str, depth: int) -> Iterator[str]:
 
 
 def _as_object(found: Any, read: Callable[[str], Any]) -> Any:
-    """The object that a text spells as JSON; anything else as it is. read: reads JSON."""
+    """Parse a text that spells a JSON object; return any other value unchanged. read: parses JSON."""
     if isinstance(found, str) and found.lstrip()[:1] == "{":
         try:
             return read(found)

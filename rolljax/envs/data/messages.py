@@ -15,7 +15,7 @@ _OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "obs
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list of messages, or the JSON text of one."""
+    """Return whether a value is a list of messages, or the JSON text of one."""
     return isinstance(unpacked(value), list)
 
 
@@ -39,7 +39,7 @@ def unpacked(value: Any) -> Any:
 
 
 def prompt(value: Any, key: str) -> tuple[Message, ...]:
-    """A prompt: a text is one message of the user; a list ends with a message to the policy."""
+    """Return a prompt: a text becomes one message of the user; a list must end with a message to the policy."""
     value = unpacked(value)
     if isinstance(value, str):
         return (Message("user", text(value, key)),)
@@ -55,7 +55,7 @@ def prompt(value: Any, key: str) -> tuple[Message, ...]:
 
 
 def messages(value: Any, key: str) -> tuple[Message, ...]:
-    """A list of messages."""
+    """Return a list of messages."""
     value = unpacked(value)
     if not isinstance(value, list):
         raise BadRow(f"{key} is {kind(value)}, not a list of messages")
@@ -65,7 +65,7 @@ def messages(value: Any, key: str) -> tuple[Message, ...]:
 
 
 def text(value: Any, location: str, *, empty: bool = False) -> str:
-    """A text that can be written."""
+    """Return a text that can be encoded."""
     if not isinstance(value, str):
         raise BadRow(f"{location} is {kind(value)}, not a text")
     if not empty and not value.strip():
@@ -87,7 +87,7 @@ def written(value: Any, location: str) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words."""
+    """Name the type of a value in words."""
     kinds = {
         type(None): "null",
         bool: "true or false",
@@ -116,7 +116,7 @@ def _message(value: Any, location: str) -> Message:
 
 
 def _joined(content: Any, location: str) -> Any:
-    """The text of OpenAI's content parts."""
+    """Join the text of OpenAI's content parts."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content
     for part in content:

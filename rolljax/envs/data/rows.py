@@ -63,11 +63,11 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, i: int) -> Row:
-        """Row `i`. Raises `BadRow`: it is not an object, or cannot be read."""
+        """Return row `i`. Raise `BadRow` if it is not an object, or cannot be read."""
         ...
 
     def location(self, i: int) -> str:
-        """File and line (or number of the row, from 0) of row `i`."""
+        """Return file and line (or number of the row, from 0) of row `i`."""
         ...
 
 
@@ -94,11 +94,11 @@ class InMemoryRows:
         return len(self._lines)
 
     def row(self, i: int) -> Row:
-        """Row `i`, a dict of its own."""
+        """Return a new dict of row `i`."""
         return _object(self._lines[i])
 
     def location(self, i: int) -> str:
-        """What row `i` is called in messages."""
+        """Return the name of row `i` in messages."""
         return f"record {i} of {self}"
 
     def __eq__(self, other: object) -> bool:
@@ -112,21 +112,21 @@ class InMemoryRows:
 
 
 def in_memory(rows: InMemoryRows | Iterable[Mapping[str, Any]] | None) -> InMemoryRows | None:
-    """Rows as an environment keeps them in its settings."""
+    """Wrap rows in the type that an environment keeps in its settings."""
     return rows if rows is None or isinstance(rows, InMemoryRows) else InMemoryRows(rows)
 
 
 def most_unpacked(path: Path) -> int:
-    """Most bytes that a packed file may have when it is unpacked."""
+    """Return the largest allowed size of a packed file after unpacking, bytes."""
     return max(SMALL_BYTES, MAX_RATIO * os.stat(path).st_size)
 
 
 def find_files(path: str, setting: str) -> list[Path]:
-    """The files that `path` names: a file, a folder, a pattern such as `data/train-*.parquet`, or a file that comes
-    with rolljax.
+    """Return the files that `path` names: a file, a folder, a pattern such as `data/train-*.parquet`, or a file that
+    comes with rolljax.
 
     Raises:
-      ConfigError: there is none, or a folder holds several splits.
+      ConfigError: there is no such file, or a folder holds several splits.
     """
     target = Path(path)
     if target.is_file():
@@ -152,10 +152,10 @@ def find_files(path: str, setting: str) -> list[Path]:
 
 
 def open_rows(files: Sequence[Path]) -> Rows:
-    """The rows of all files, one after the other.
+    """Open the rows of all files, one after the other.
 
     Raises:
-      DataError: a file is broken, or holds no rows. ConfigError: it needs a package that is missing.
+      DataError: a file is broken, or holds no rows. ConfigError: a needed package is missing.
     """
     parts = [_open(path) for path in files]
     rows = parts[0] if len(parts) == 1 else _Several(parts)
@@ -165,13 +165,13 @@ def open_rows(files: Sequence[Path]) -> Rows:
 
 
 def signature(files: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
-    """What changes when one of the files does."""
+    """Return a value that changes when one of the files does."""
     stats = map(os.stat, files)
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
 
 
 def _in_folder(folder: Path, setting: str) -> list[Path]:
-    """The data files of a folder: those of `save_to_disk`, or all of them, in the order of their names."""
+    """Return the data files of a folder, in the order of their names: the shards of `save_to_disk`, or all."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(p.name for p in folder.iterdir() if (p / "state.json").is_file())
         if len(splits) != 1:
@@ -211,7 +211,8 @@ def _open(path: Path) -> Rows:
 
 
 def _unpacked(path: Path, packed: BinaryIO) -> BinaryIO:
-    """A gzip file as a temporary one. Raises `DataError`: it is larger than `most_unpacked`, or the disk is full."""
+    """Unpack a gzip file into a temporary one. Raise `DataError` if it is larger than `most_unpacked`, or the disk is
+    full."""
     unpacked_file = tempfile.TemporaryFile()  # noqa: SIM115  # its reader keeps it open
     limit, free = most_unpacked(path), shutil.disk_usage(tempfile.gettempdir()).free
     num = 0
@@ -331,7 +332,7 @@ class _JsonArray(_JsonRows):
         self._add(start, self._offset)
 
     def _peek(self) -> str:
-        """The next character that is not white space; empty at the file's end."""
+        """Return the next character that is not white space; empty at the file's end."""
         while True:
             if blank := _SPACE.match(self._window, self._at):
                 self._go_to(blank.end())
@@ -454,10 +455,10 @@ def _arrow(path: Path, *, is_file: bool) -> list[Any]:
 
 
 def _packed_bytes(message: Any) -> int:
-    """Bytes that the packed buffers of a message of Arrow say they unpack to; 0 if they are not packed.
+    """Return the bytes into which an Arrow message declares that its packed buffers unpack; 0 if they are not packed.
 
-    A message is described by a flatbuffer: a table's fields are found by a list of offsets before it. Of a `Message`
-    field 2 is a `RecordBatch`, whose field 2 lists buffers and field 3 says that they are packed, or a
+    A message is described by a flatbuffer, in which a list of offsets before a table locates its fields. Field 2 of a
+    `Message` is a `RecordBatch`, whose field 2 lists buffers and field 3 says that they are packed, or a
     `DictionaryBatch`, whose field 1 is such a batch. Every packed buffer begins with its size.
     """
     described, body = memoryview(message.metadata), memoryview(message.body or b"")
@@ -487,7 +488,7 @@ def _packed_bytes(message: Any) -> int:
 
 
 def _most_bytes(column: Any) -> int:
-    """Bytes that no value of an Arrow array exceeds when it is written out."""
+    """Return the most bytes that a value of an Arrow array takes when written out."""
     from pyarrow import compute, types
 
     kind = column.type
@@ -505,7 +506,8 @@ def _most_bytes(column: Any) -> int:
 
 
 def _num_bytes(column: Any) -> int:
-    """Bytes of an Arrow array when every value is written out; of many values at least as many as a row may have."""
+    """Return the bytes of an Arrow array with every value written out; for very many values a lower bound above the
+    limit of a row."""
     from pyarrow import types
 
     kind, least = column.type, 8 * len(column)
@@ -560,7 +562,7 @@ def read_json(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refused)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("JSON is nested too deeply") from None
 
 
 _once = reading.unique_keys(lambda key: NotStrict(f"key {key!r} stands twice in one object"))

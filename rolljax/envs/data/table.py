@@ -56,11 +56,11 @@ class Table(Generic[T]):
         return self._read_row(index, self._read)
 
     def row(self, index: int) -> Row:
-        """All columns of record `index`."""
+        """Return all columns of record `index`."""
         return self._read_row(index, lambda row: row)
 
     def location(self, index: int) -> str:
-        """File and line of record `index`."""
+        """Return file and line of record `index`."""
         return self._rows.location(self._good[index % len(self._good)])
 
     def _read_row(self, index: int, read: Callable[[Row], Any]) -> Any:
@@ -98,12 +98,12 @@ class RowSource(Hashable, Protocol):
 
 
 def source_name(source: RowSource) -> str:
-    """What the rows are called in messages."""
+    """Return the name of the rows in messages."""
     return source.path or str(source.records)
 
 
 def check_source(source: RowSource, owner: str) -> None:
-    """What can be said of these settings without reading. owner: their class. Raises `ConfigError`."""
+    """Check these settings without reading the rows. owner: their class. Raise `ConfigError`."""
     if source.records is None:
         if not source.path:
             raise ConfigError("says where the rows are, and is empty", setting=f"{owner}.path", remedy="name a file")
@@ -122,10 +122,10 @@ def check_source(source: RowSource, owner: str) -> None:
 
 
 def table(source: RowSource, owner: str, reader: Callable[[Rows, str], tuple[Reader[T], Taken]]) -> Table[T]:
-    """The table of an environment's rows, looked through again when one of their files has changed.
+    """Return the table of an environment's rows; read it again if one of their files has changed.
 
-    source: the environment's settings. owner: their class. reader: makes the reader of rows when their columns are
-      known, and says which it takes.
+    source: the environment's settings. owner: their class. reader: makes the reader of rows once their columns are
+    known, and returns which columns it uses.
 
     Raises:
       DataError: a row is no record. ConfigError: a column is not found.

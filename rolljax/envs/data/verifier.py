@@ -42,7 +42,7 @@ def warm() -> None:
 
 @functools.cache
 def _library() -> Any:
-    """math-verify, which warns that it keeps no time itself."""
+    """Import math-verify, and silence its warning that it sets no time limit."""
     with needed("math_verify", "comparing formulas", install="math-verify"):
         import math_verify
 

@@ -123,8 +123,8 @@ class CountdownEnv(Game[Countdown]):
 
 
 def evaluate(text: str, numbers: Sequence[int], use_all: bool = False) -> Fraction | None:
-    """The value of an expression over these numbers, each used at most once (`use_all`: exactly once). None if it is no
-    such expression, or divides by zero."""
+    """Evaluate an expression over these numbers, each used at most once (`use_all`: exactly once). Return None if it is
+    no such expression, or divides by zero."""
     if len(text) > MAX_EXPRESSION:
         return None
     tokens = _TOKENS.findall(text)
@@ -145,7 +145,7 @@ class _NoExpression(Exception):
 
 
 def _sum(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
-    """Value of the sum of products that begins at token `i`, and the token after it."""
+    """Return the value of the sum of products that begins at token `i`, and the index of the token after it."""
     value, i = _product(tokens, i, depth)
     while i < len(tokens) and tokens[i] in "+-":
         right, after = _product(tokens, i + 1, depth)
@@ -176,8 +176,8 @@ Term = tuple[str, int]
 
 
 def solve(numbers: Sequence[int], target: int, use_all: bool = False) -> str | None:
-    """An expression with the target's value and few numbers, whose intermediate results are positive whole numbers;
-    None without one."""
+    """Return an expression with the target's value and few numbers, whose intermediate results are positive whole
+    numbers; None if there is none."""
     everything = (1 << len(numbers)) - 1
     known: dict[int, dict[int, str]] = {1 << i: {n: str(n)} for i, n in enumerate(numbers)}
     for subset in sorted(range(1, everything + 1), key=lambda s: (s.bit_count(), s)):
@@ -197,7 +197,7 @@ def solve(numbers: Sequence[int], target: int, use_all: bool = False) -> str | N
 
 
 def _joined(x: str, a: int, y: str, b: int) -> Iterator[Term]:
-    """The two terms under each operation that gives a positive whole number."""
+    """Yield the two terms joined by each operation that gives a positive whole number."""
     if a < b:
         x, a, y, b = y, b, x, a
     yield f"{x}+{y}", a + b
@@ -219,7 +219,7 @@ def _wrap(text: str, operators: str) -> str:
 
 
 def _combine(numbers: list[int], rng: random.Random) -> Term:
-    """A random expression of all numbers, with positive whole numbers on the way."""
+    """Return a random expression of all numbers, with positive whole intermediate results."""
     terms = [(str(n), n) for n in numbers]
     while len(terms) > 1:
         rng.shuffle(terms)
@@ -229,7 +229,8 @@ def _combine(numbers: list[int], rng: random.Random) -> Term:
 
 
 def _draw(spec: Countdown, rng: random.Random) -> str:
-    """Numbers, and the value of a random expression of them that is none of them and not too large."""
+    """Generate numbers, and as target the value of a random expression of them that is none of them and not too
+    large."""
     for _ in range(_TRIES):
         numbers = [rng.randint(1, spec.largest) for _ in range(spec.count)]
         target = _combine(list(numbers), rng)[1]

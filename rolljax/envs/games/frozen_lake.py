@@ -117,13 +117,13 @@ def _after(cell: Cell, move: str, size: int) -> Cell:
 
 
 def _ways(move: str) -> list[str]:
-    """Where a move on slippery ice may go, each with a third."""
+    """Return the three directions that a move on slippery ice may take, each with probability 1/3."""
     i = _NAMES.index(move)
     return [_NAMES[i - 1], move, _NAMES[(i + 1) % 4]]
 
 
 def _crossing(lake: Sequence[str], start: Cell) -> list[tuple[Cell, str]] | None:
-    """Cells and moves of a shortest way to the goal."""
+    """Return cells and moves of a shortest path to the goal."""
 
     def moves(cell: Cell) -> list[tuple[str, Cell]]:
         ways = ((name, _after(cell, name, len(lake))) for name in MOVES)
@@ -133,14 +133,15 @@ def _crossing(lake: Sequence[str], start: Cell) -> list[tuple[Cell, str]] | None
 
 
 def _surest(lake: tuple[str, ...], cell: Cell, turns: int, max_turns: int) -> str:
-    """The move most likely to end at the goal in `turns` slippery turns."""
+    """Return the move most likely to end at the goal in `turns` slippery turns."""
     arrive = _arrivals(lake, max_turns)[turns - 1]
     return max(MOVES, key=lambda move: sum(arrive[_after(cell, way, len(lake))] for way in _ways(move)))
 
 
 @functools.lru_cache(maxsize=256)
 def _arrivals(lake: tuple[str, ...], max_turns: int) -> list[dict[Cell, float]]:
-    """The best player's chance to arrive from every cell in 0, 1, ... slippery turns, by dynamic programming."""
+    """Compute the best player's chance to arrive from every cell in 0, 1, ... slippery turns, by dynamic
+    programming."""
     size = len(lake)
     cells = [(row, col) for row in range(size) for col in range(size)]
     ice = [cell for cell in cells if lake[cell[0]][cell[1]] not in "GH"]
@@ -154,7 +155,7 @@ def _arrivals(lake: tuple[str, ...], max_turns: int) -> list[dict[Cell, float]]:
 
 
 def _lake(spec: FrozenLake, index: int) -> list[str]:
-    """A random lake that can be crossed in time. Where none turns up, a random straight way is cleared."""
+    """Generate a random lake that can be crossed in time. If none is found, clear a random straight path."""
     rng = random.Random(f"{spec.seed} {index}")
     size = spec.size
     for _ in range(_TRIES):

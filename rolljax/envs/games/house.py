@@ -201,7 +201,7 @@ class HouseEnv(Game[House]):
         return ROOM_OF.get(place) == self._room
 
     def _shut(self, place: str) -> bool:
-        """Whether it is here and shut."""
+        """Return whether a place is here and shut."""
         return self._here(place) and place in DOORS and place not in self._open
 
     def _reach(self, thing: str) -> bool:
@@ -209,7 +209,7 @@ class HouseEnv(Game[House]):
         return self._here(place) and not self._shut(place)
 
     def _treat(self, thing: str, place: str) -> None:
-        """What a place does to a thing in it."""
+        """Apply the effect of a place to a thing in it."""
         for state, appliance in APPLIANCE.items():
             if place == appliance:
                 self._is[thing] -= {"cool", "hot"} if state != "clean" else set()

@@ -101,7 +101,7 @@ class MastermindEnv(Game[Mastermind]):
 
 
 def pegs(guess: str, secret: str) -> tuple[int, int]:
-    """Black and white pegs of a guess."""
+    """Return the number of black and white pegs of a guess."""
     black = sum(a == b for a, b in zip(guess, secret, strict=True))
     return black, sum((Counter(guess) & Counter(secret)).values()) - black
 

@@ -19,11 +19,12 @@ def plan(
     estimate: Callable[[N], float] = lambda state: 0,
     limit: int = 300_000,
 ) -> list[tuple[N, str]] | None:
-    """States and the move to make in each, along a shortest way to a state that is `done`; None if there is no way.
+    """Return the states, and the move in each, along a shortest path to a state that is `done`; None if there is no
+    path.
 
     Args:
-      estimate: at most the number of moves that are still needed; infinity where nothing can help.
-      limit: states to look at.
+      estimate: lower bound of the remaining moves; infinity for a dead end.
+      limit: number of states to visit.
 
     Raises:
       EnvError: `limit` states were not enough.

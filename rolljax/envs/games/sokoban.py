@@ -137,7 +137,7 @@ class Level:
         return Level(rows, room.at("#"), room.at(".*+"))
 
     def at(self, chars: str) -> frozenset[Cell]:
-        """Cells that show one of these characters in the level."""
+        """Return the cells that show one of these characters in the level."""
         return frozenset((r, c) for r, row in enumerate(self.rows) for c, char in enumerate(row) if char in chars)
 
     def show(self, state: State) -> str:
@@ -151,7 +151,7 @@ class Level:
         return "\n".join("".join(row) for row in rows)
 
     def push(self, state: State, move: str) -> State | None:
-        """What a move leads to; None if it changes nothing."""
+        """Return the state after a move; None if the move changes nothing."""
         player, boxes = state
         to = _add(player, MOVES[move])
         if to in self.walls:
@@ -164,7 +164,7 @@ class Level:
         return to, boxes
 
     def solve(self, state: State) -> list[tuple[State, str]] | None:
-        """A shortest solution: states, and the move to make in each."""
+        """Return a shortest solution: states, and the move to make in each."""
         far = self.pushes()
 
         def moves(state: State) -> list[tuple[str, State]]:
@@ -178,8 +178,8 @@ class Level:
         return plan(state, moves, lambda state: state[1] == self.targets, estimate)
 
     def pushes(self) -> dict[Cell, int]:
-        """Fewest pushes from a cell to a target, by pulling a lone box away from the targets; cells that a box never
-        leaves for a target are not in it."""
+        """Return the fewest pushes from each cell to a target, by pulling a lone box away from the targets. Cells from
+        which a box cannot reach a target are missing."""
         far = dict.fromkeys(self.targets, 0)
         todo = deque(self.targets)
         while todo:
@@ -197,7 +197,8 @@ def _add(cell: Cell, by: Cell) -> Cell:
 
 
 def _level(spec: Sokoban, rng: random.Random) -> str:
-    """The text of a level: a random room, and the state of a random reverse play whose boxes are farthest away."""
+    """Generate the text of a level: a random room, and the state of a random reverse play whose boxes are farthest
+    away."""
     inner = [(r, c) for r in range(1, spec.size - 1) for c in range(1, spec.size - 1)]
     edge = {(r, c) for r in range(spec.size) for c in range(spec.size)} - set(inner)
     for attempt in range(_TRIES):
@@ -217,8 +218,8 @@ def _level(spec: Sokoban, rng: random.Random) -> str:
 
 
 def _pulled(state: State, walls: set[Cell], targets: frozenset[Cell], moves: int, rng: random.Random) -> State:
-    """The state with the boxes farthest from targets on a random reverse play of at most `moves` moves: time and again
-    the player walks to a side of a box and pulls it a few cells that way."""
+    """Return the state with the boxes farthest from targets on a random reverse play of at most `moves` moves. In each
+    round the player walks to a side of a box and pulls it a few cells that way."""
     best = state
     while True:
         player, boxes = state
@@ -249,7 +250,7 @@ def _pulled(state: State, walls: set[Cell], targets: frozenset[Cell], moves: int
 
 
 def _walk(player: Cell, walls: set[Cell], boxes: frozenset[Cell]) -> dict[Cell, int]:
-    """Moves to every cell that can be walked to."""
+    """Return the number of moves to every reachable cell."""
     steps = {player: 0}
     todo = deque([player])
     while todo:
@@ -263,5 +264,5 @@ def _walk(player: Cell, walls: set[Cell], boxes: frozenset[Cell]) -> dict[Cell, 
 
 
 def _far(state: State, targets: frozenset[Cell]) -> int:
-    """Rows plus columns from each box to its nearest target."""
+    """Return the sum over boxes of rows plus columns to the nearest target."""
     return sum(min(abs(r - y) + abs(c - x) for y, x in targets) for r, c in state[1])

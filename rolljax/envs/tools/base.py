@@ -130,7 +130,7 @@ class ToolSet(abc.ABC):
 
     @abc.abstractmethod
     def list(self) -> tuple[ToolSpec, ...]:
-        """The tools, always in the same order."""
+        """Return the tools, always in the same order."""
 
     def call(self, name: str, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> ToolResult:
         """Run a tool.
@@ -172,7 +172,7 @@ class ToolSet(abc.ABC):
 
     @abc.abstractmethod
     def run(self, spec: ToolSpec, arguments: Mapping[str, Any], limits: ToolLimits) -> ToolResult:
-        """The call itself; it may raise whatever it likes."""
+        """Run the call. It may raise any exception."""
 
     def close(self) -> None:  # noqa: B027  # most sets hold nothing
         """Free what the episode holds."""
@@ -190,10 +190,10 @@ class Tools(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> ToolSet:
-        """The tools for one episode.
+        """Open the tools for one episode.
 
         Raises:
-          InfraError: the server or sandbox behind them does not start.
+          InfraError: their server or sandbox does not start.
         """
 
 
@@ -247,10 +247,10 @@ class JoinedToolSet(ToolSet):
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A JSON value that every encoder takes: halves of surrogate pairs become question marks.
+    """Return a JSON value that every encoder accepts: halves of surrogate pairs become question marks.
 
     Raises:
-      ValueError: it is nested too deeply, or a number in it is not finite.
+      ValueError: the value is nested too deeply, or contains a number that is not finite.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
@@ -266,7 +266,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def clip(text: str, max_bytes: int) -> tuple[str, int]:
-    """The text in at most `max_bytes` bytes of UTF-8, and its size in bytes before.
+    """Shorten the text to at most `max_bytes` bytes of UTF-8; return it with its original size in bytes.
 
     A longer text keeps its start and its end, with a line between them that says how much is missing. Halves of
     surrogate pairs, which no tokenizer can encode, become question marks.

@@ -34,7 +34,7 @@ def calc(expression: str) -> str:
 
 
 def _sum(tokens: list[str], position: int, depth: int) -> tuple[int, int]:
-    """Value of the sum that begins at token `at`, and where it ends."""
+    """Return the value of the sum that begins at token `position`, and the position after it."""
     value, position = _product(tokens, position, depth)
     while position < len(tokens) and tokens[position] in "+-":
         term, after = _product(tokens, position + 1, depth)
@@ -130,7 +130,7 @@ class ArithmeticEnv(PureEnv):
         return calc(self._question)
 
     def reference_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
-        """One use of the calculator, where there is one."""
+        """Return one call of the calculator, or None once there is a result."""
         return None if results else ("calc", {"expression": self._question})
 
 

@@ -10,7 +10,7 @@ from rolljax.envs.tools.base import ToolError
 
 
 def server() -> Any:
-    """An `MCPServer` of the SDK with the one tool."""
+    """Return an `MCPServer` of the SDK with the one tool."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError as ToldError
 

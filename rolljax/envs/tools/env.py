@@ -153,7 +153,7 @@ class ToolEpisode(Env):
         return self._told(results, texts)
 
     def allow_uses_again(self) -> None:
-        """Uses so far count no longer against `ToolLimits.calls_per_episode`; the tools keep their state."""
+        """Reset the count against `ToolLimits.calls_per_episode`; the tools keep their state."""
         self._uses = []
 
     def _use(self, tools: ToolSet, call: ToolCall) -> ToolResult:
@@ -185,8 +185,8 @@ class ToolEpisode(Env):
         )
 
     def reference_answer(self) -> str:
-        """The call that the inner environment's `reference_call(results)` names, as this parser writes it; where there
-        is no such method, or it names none, the inner environment's `reference_answer`."""
+        """Return the call from the inner environment's `reference_call(results)` in this parser's format; without such
+        a method or call, the inner environment's `reference_answer`."""
         hook = getattr(self._inner, "reference_call", None)
         if hook is not None and len(self._uses) < self._spec.limits.calls_per_episode:
             call = hook(tuple(result for _, result in self._uses))

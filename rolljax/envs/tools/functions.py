@@ -106,7 +106,7 @@ def _describe(function: Callable[..., Any] | str) -> tuple[ToolSpec, Callable[..
 
 
 def _described(functions: tuple[Callable[..., Any] | str, ...]) -> dict[str, tuple[ToolSpec, Callable[..., Any]]]:
-    """Specs and functions by name. Bound methods hold their episode and are not kept."""
+    """Return specs and functions by name. Bound methods hold their episode and are not cached."""
     found = {}
     for function in functions:
         spec, called = _describe(function) if hasattr(function, "__self__") else _function_of(function)

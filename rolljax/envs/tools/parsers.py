@@ -36,10 +36,10 @@ class Parser(abc.ABC):
     """Sentence that tells the policy how to write a call."""
 
     def parse(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[ToolCall]:
-        """The calls in `text`, in order. A text without a call gives nothing.
+        """Yield the calls in `text`, in order. A text without a call yields none.
 
-        Thoughts may have been opened by the chat template: text before a first `</think>` without an opening tag
-        is a thought too.
+        Thoughts may have been opened by the chat template: text before a first `</think>` without an opening tag is a
+        thought too.
         """
         text = bounded(text)
         opening = _opening(self.opening(specs))
@@ -59,18 +59,18 @@ class Parser(abc.ABC):
 
     @abc.abstractmethod
     def opening(self, specs: Sequence[ToolSpec]) -> str:
-        """Regular expression of what a call begins with."""
+        """Return a regular expression for the beginning of a call."""
 
     @abc.abstractmethod
     def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
-        """The call that begins at `found`, and where the text after it begins (past `found`)."""
+        """Return the call that begins at `found`, and the position after it (past `found`)."""
 
     @abc.abstractmethod
     def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
-        """A call as a policy would write it.
+        """Return a call as a policy would write it.
 
         Raises:
-          ValueError: this format cannot say it.
+          ValueError: this format cannot express the call.
         """
 
 
@@ -250,7 +250,7 @@ class Compact(Parser):
 
 
 def _arguments(text: str, spec: ToolSpec) -> dict[str, Any]:
-    """Arguments between the parentheses of a compact call."""
+    """Parse the arguments between the parentheses of a compact call."""
     if spec.text_parameter and len(spec.parameters) == 1:
         named = re.match(rf"{re.escape(spec.text_parameter)}\s*=(?!=)\s*", text)
         text = text[named.end() :] if named else text

@@ -9,13 +9,13 @@ from typing import Any
 
 
 def call_hash(name: str, arguments: Mapping[str, Any]) -> str:
-    """16 hex digits that are the same for the same tool with the same arguments, in whatever order."""
+    """Return 16 hex digits that are equal for the same tool with the same arguments, in any order."""
     text = json.dumps([name, arguments], sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def repeated(calls: Iterable[tuple[str, Mapping[str, Any], str]], times: int = 3) -> list[bool]:
-    """Whether each call is at least the `times`-th of its kind with the same result.
+    """Return whether each call is at least the `times`-th of its kind with the same result.
 
     Args:
       calls: tool, arguments and result text, in order. Other calls may stand between equal ones; a changed result

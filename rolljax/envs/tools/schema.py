@@ -24,10 +24,10 @@ _OBJECTS = (dict, collections.abc.Mapping)
 
 
 def schema_of(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """Description and input schema of a function, from its docstring, signature and type hints.
+    """Derive description and input schema of a function from its docstring, signature and type hints.
 
     Raises:
-      ConfigError: a parameter has no type hint, or one that JSON has no word for.
+      ConfigError: a parameter has no type hint, or one without a JSON type.
     """
     name = getattr(function, "__name__", repr(function))
     try:
@@ -84,7 +84,7 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _documented(doc: str) -> tuple[str, dict[str, str]]:
-    """First paragraph of a docstring, and what its `Args:` section says of each parameter."""
+    """Return the first paragraph of a docstring, and the description of each parameter in its `Args:` section."""
     head, _, rest = doc.partition("Args:\n")
     told: dict[str, str] = {}
     name = ""
@@ -99,7 +99,7 @@ def _documented(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def problem_of(schema: Mapping[str, Any], value: Any, name: str = "") -> str:
-    """What is wrong with a value, in words for the policy; empty when nothing is."""
+    """Describe for the policy what is wrong with a value; empty if nothing is."""
     called = f"argument {name!r}" if name else "the arguments"
     if "anyOf" in schema:
         problems = [problem_of(s, value, name) for s in schema["anyOf"]]

@@ -23,9 +23,10 @@ NAMES = {"calculator": "rolljax.envs.tools.calculator.TOOLS"}
 
 
 def mcp_server(tools: ToolSet, name: str = "rolljax", limits: ToolLimits = DEFAULT_LIMITS) -> Any:
-    """A `Server` of the MCP SDK over a tool set. `.streamable_http_app()` of it can be mounted into another web app.
+    """Return a `Server` of the MCP SDK over a tool set. Its `.streamable_http_app()` can be mounted into another web
+    app.
 
-    Calls run in threads, so one that hangs does not hold up the others; no result is larger than `limits.kept_bytes`.
+    Calls run in threads, so that a hanging call does not block others; no result is larger than `limits.kept_bytes`.
     """
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("needs the MCP SDK", setting="mcp_server", remedy="pip install 'rolljax[tools]'")
@@ -63,7 +64,7 @@ def mcp_server(tools: ToolSet, name: str = "rolljax", limits: ToolLimits = DEFAU
 
 
 def _object(value: Any) -> dict[str, Any] | None:
-    """What a client of any protocol version takes as a structured result."""
+    """Return a structured result that clients of any protocol version accept; None for other values."""
     try:
         return plain(value) if isinstance(value, dict) else None
     except ValueError:
@@ -71,7 +72,7 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def tools_of(name: str) -> ToolSet:
-    """The tool set that a name or an import path stands for."""
+    """Return the tool set of a name or an import path."""
     path = NAMES.get(name, name)
     module, _, attribute = path.rpartition(".")
     try:
