@@ -125,7 +125,7 @@ class SandboxHost:
     """
 
     def __init__(self, config: SandboxConfig | None = None, *, checked: bool = False) -> None:
-        """checked: the caller knows that the machine can isolate, or is about to find out."""
+        """Create the host. checked: the caller knows that the machine can isolate, or is about to find out."""
         self.config = config or SandboxConfig()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -356,7 +356,8 @@ INSTALL = "apt-get install bubblewrap (or your distribution's package of that na
 
 
 def check_machine() -> None:
-    """
+    """Check that this machine can isolate.
+
     Raises:
       ConfigError: sandboxes cannot be made here.
     """
@@ -415,7 +416,7 @@ def run(
     profile: Profile = CODE,
     host: SandboxHost | None = None,
 ) -> Result:
-    """`SandboxHost.run` on the shared host, or on `host`."""
+    """Call `SandboxHost.run` on the shared host, or on `host`."""
     return (host or shared_host()).run(argv, stdin=stdin, files=files, profile=profile)
 
 
@@ -426,5 +427,5 @@ def popen(
     profile: Profile = MCP,
     host: SandboxHost | None = None,
 ) -> ProgramStream:
-    """`SandboxHost.popen` on the shared host, or on `host`."""
+    """Call `SandboxHost.popen` on the shared host, or on `host`."""
     return (host or shared_host()).popen(argv, files=files, profile=profile)

@@ -52,7 +52,7 @@ class SandboxHandle:
         return self._over.wait(timeout_s)
 
     def finished(self, message: dict[str, Any]) -> None:
-        """Nothing of it is left."""
+        """Record the end: all processes of the sandbox are gone."""
         self.exit = message
         self._on_exit()
         self._over.set()

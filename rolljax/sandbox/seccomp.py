@@ -177,7 +177,7 @@ LAST = 469
 
 
 def program(machine: str = "") -> bytes:
-    """The filter for `machine` (this one's by default) as an array of `struct sock_filter`.
+    """Return the filter for `machine` (this one's by default) as an array of `struct sock_filter`.
 
     Raises:
       ConfigError: there is no table for the machine.
@@ -210,7 +210,7 @@ def program(machine: str = "") -> bytes:
 
 
 def _memory(special: Mapping[str, int]) -> list[bytes]:
-    """Arguments that would make allowed calls allocate memory that no limit counts."""
+    """Reject arguments with which allowed calls would allocate memory that no limit counts."""
     code = [_op(JEQ, special["fcntl"], 0, 4), _op(LD, ARG1), _op(JEQ, F_SETPIPE_SZ, 0, 1)]
     code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
     code += [
@@ -231,19 +231,20 @@ def _memory(special: Mapping[str, int]) -> list[bytes]:
 
 
 def _one_of(argument: int, values: Sequence[int], then: int) -> list[bytes]:
-    """`then` where an argument is one of `values`, else the call is allowed."""
+    """Apply `then` if an argument is one of `values`; otherwise allow the call."""
     code = [_op(LD, argument), *(_op(JEQ, value, len(values) - i, 0) for i, value in enumerate(values))]
     return [*code, _op(RET, ALLOW), _op(RET, then)]
 
 
 def _none_of(number: int, argument: int, values: Sequence[int], error: int) -> list[bytes]:
-    """The call fails where an argument is one of `values`."""
+    """Fail the call if an argument is one of `values`."""
     body = _one_of(argument, values, ERRNO | error)
     return [_op(JEQ, number, 0, len(body)), *body]
 
 
 def _only(number: int, rules: Sequence[tuple[int, Sequence[int], int]]) -> list[bytes]:
-    """The call is allowed where each of some arguments is one of its values, and fails with the first one's error."""
+    """Allow the call if each of some arguments is one of its values; otherwise fail with the error of the first that is
+    not."""
     body = []
     for argument, values, error in rules:
         body += [_op(LD, argument), *(_op(JEQ, value, len(values) - i, 0) for i, value in enumerate(values))]

@@ -23,21 +23,21 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences and lines of a text, each with the white space behind it: joined they are the text."""
+    """Split a text into sentences and lines, each with the white space after it: joined they are the text."""
     ends = [m.end() for m in _SENTENCE.finditer(text)]
     cuts = [0, *ends, len(text)]
     return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
 
 
 def aligned(text: str, proposed: Sequence[str], least: float = 0.95) -> list[str] | None:
-    """An exact partition of a text by a model's proposal of it, which may paraphrase and lose white space.
+    """Split a text exactly along a model's proposed partition, which may paraphrase and lose white space.
 
-    Sentences of the proposal are matched to those of the text, in order; a sentence of the text that none matches
-    belongs where the one before it does. None: the words of the proposal and of the text are less alike than `least`
-    (Jaccard), or no sentence matches.
+    Sentences of the proposal are matched to those of the text, in order. An unmatched sentence of the text belongs to
+    the part of the sentence before it. Returns None if no sentence matches, or if the words of proposal and text are
+    less similar than `least` (Jaccard).
 
     Returns:
-      as many parts as were proposed, some maybe empty; joined they are the text.
+      as many parts as proposed, possibly empty ones; joined they are the text.
     """
     if jaccard(set(" ".join(proposed).split()), set(text.split())) < least:
         return None
@@ -100,7 +100,7 @@ class Trace:
         return "".join((*kept, self.conclusion))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Return all fields as a JSON value."""
         return dataclasses.asdict(self)
 
     @staticmethod
@@ -168,5 +168,5 @@ def rewrite_fault(trace: str, kept: str, rewritten: str, tolerance: float = 0.05
 
 
 def complete(solutions: Sequence[str], steps: Sequence[str], num: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Solutions and steps, the first `num` steps moved into the last solution, which lacked its answer."""
+    """Move the first `num` steps into the last solution, which lacked its answer; return solutions and steps."""
     return (*solutions[:-1], "".join((solutions[-1], *steps[:num]))), tuple(steps[num:])

@@ -113,7 +113,7 @@ class TurnMask(AskingStage):
 
 
 def turn_weight(error: bool, relevant: bool) -> int:
-    """1 for a turn without an error that mattered, else 0."""
+    """Return 1 for a relevant turn without an error, else 0."""
     return int(relevant and not error)
 
 

@@ -22,7 +22,8 @@ _ACTION = re.compile(r"\b(search|click|ask)\[([^\[\]\n]{0,400})\]", re.IGNORECAS
 
 
 def parse(text: str) -> tuple[str, str] | None:
-    """The last `search[..]`, `click[..]` or `ask[..]` in what the policy wrote, as (verb, argument)."""
+    """Return the last `search[..]`, `click[..]` or `ask[..]` in the policy's text, as (verb, argument); None without
+    one."""
     found = _ACTION.findall(text[-MAX_ACTION_CHARS:])
     return (found[-1][0].lower(), " ".join(found[-1][1].lower().split())) if found else None
 
@@ -70,11 +71,11 @@ class ShopPages:
     # ---- what can be done --------------------------------------------------------------------------------------------
 
     def rows(self, view: PageView) -> Sequence[int]:
-        """Products on this page of the results."""
+        """Return the products on this page of the results."""
         return view.found[view.first : view.first + self.page_size]
 
     def numbered(self, view: PageView) -> list[str]:
-        """What `click[1]`, `click[2]`, ... mean here: ids of products, or values of options."""
+        """Return the targets of `click[1]`, `click[2]`, ...: ids of products, or values of options."""
         if view.page == "results":
             return [self.goods.products[i].id.lower() for i in self.rows(view)]
         if view.page == "item":
@@ -82,7 +83,7 @@ class ShopPages:
         return []
 
     def buttons(self, view: PageView) -> list[str]:
-        """What else can be clicked here."""
+        """Return the other names that can be clicked here."""
         if view.page == "results":
             more, less = view.first + self.page_size < len(view.found), view.first > 0
             return ["next"] * more + ["prev"] * less + ["back"]
@@ -127,16 +128,16 @@ class ShopPages:
     # ---- how it reads ------------------------------------------------------------------------------------------------
 
     def on_row(self, product: Product) -> dict[str, str]:
-        """Attributes that the results show."""
+        """Return the attributes that the results show."""
         n = self.sizes.num_attributes if self.shown == "row" else self.sizes.indexed_attributes
         return dict(list(product.attributes.items())[:n])
 
     def on_item(self, product: Product) -> dict[str, str]:
-        """Attributes that the item's own page shows."""
+        """Return the attributes that the item's own page shows."""
         return self.on_row(product) if self.shown == "page" else dict(product.attributes)
 
     def render(self, view: PageView, prices: Sequence[int]) -> str:
-        """The page as text. prices: of every product."""
+        """Render the page as text. prices: of every product."""
         return (self._short if self.style == "short" else self._full)(view, prices)
 
     def _short(self, view: PageView, prices: Sequence[int]) -> str:
@@ -198,7 +199,7 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def _about(product: Product, sub: str, department: str) -> str:
-    """The text of a sub page; only the attributes tell products of a family apart."""
+    """Return the text of a sub page; only the attributes distinguish products of a family."""
     if sub == "attributes":
         return ", ".join(f"{k} {v}" for k, v in product.attributes.items())
     if sub == "description":

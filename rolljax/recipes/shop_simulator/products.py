@@ -143,13 +143,13 @@ class ShopCatalog:
 
 @functools.lru_cache(maxsize=16)
 def catalogue(sizes: Sizes, seed: int) -> ShopCatalog:
-    """The catalogue of these settings; made once in a process."""
+    """Return the catalogue of these settings; made once per process."""
     return ShopCatalog(sizes, seed)
 
 
 @functools.lru_cache(maxsize=128)
 def schema(sizes: Sizes, category: int) -> Category:
-    """A category with the slots, types and values that are in use."""
+    """Return a category reduced to the slots, types and values in use."""
     full = CATEGORIES[category]
     return dataclasses.replace(
         full,
@@ -160,7 +160,7 @@ def schema(sizes: Sizes, category: int) -> Category:
 
 
 def _drafts(sizes: Sizes, rng: random.Random) -> Iterator[Product]:
-    """Family after family, categories in turn."""
+    """Yield family after family, alternating between categories."""
     kinds = []
     for c in range(sizes.num_categories):
         s = schema(sizes, c)
@@ -176,7 +176,8 @@ def _drafts(sizes: Sizes, rng: random.Random) -> Iterator[Product]:
 def _family(
     sizes: Sizes, c: int, s: Category, kind: str, shared: Mapping[str, str], rng: random.Random
 ) -> Iterator[Product]:
-    """A base product, its twin of another brand, and variants that differ from the base in one unindexed attribute.
+    """Yield a base product, its twin of another brand, and variants that differ from the base in one unindexed
+    attribute.
 
     They share type, indexed attributes and all words of the title but the brand.
     """

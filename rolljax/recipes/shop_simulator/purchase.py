@@ -57,13 +57,13 @@ class Score:
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two short texts are the same but for spelling."""
+    """Return whether two short texts are equal up to spelling."""
     a, b = a.lower().strip(), b.lower().strip()
     return a == b or SequenceMatcher(None, a, b).ratio() > SAME
 
 
 def hits(wanted: Mapping[str, str], got: Mapping[str, str]) -> int:
-    """How many of the wanted slots have the wanted value."""
+    """Return the number of wanted slots that have the wanted value."""
     return sum(slot in got and same(value, got[slot]) for slot, value in wanted.items())
 
 
@@ -71,7 +71,7 @@ def type_score(
     wanted: tuple[str, Sequence[str], str],
     got: tuple[str, Sequence[str], str],
 ) -> float:
-    """How near a product is to the one that was meant; each is (type, path of its category, title).
+    """Score the similarity of a product to the wanted one; each is (type, path of its category, title).
 
     1 for the same type, two common nodes of the path, or more than a fifth of the title's words; else 0.5. A title with
     less than a tenth of the words gives 0.1, one with none of them 0, whatever the category.

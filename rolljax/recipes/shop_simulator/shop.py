@@ -240,7 +240,7 @@ class ShopEnv(PureEnv):
         return self._click(to_choose[0]) if to_choose else "click[buy]"
 
     def random_action(self, rng: random.Random) -> str:
-        """Anything that can be done here."""
+        """Return a random possible action."""
         can = [f"click[{name}]" for name in (*self._pages.numbered(self._view), *self._pages.buttons(self._view))]
         if self._view.page in ("index", "results"):
             can.append(f"search[{self._wish.type}]")
@@ -254,7 +254,7 @@ class ShopEnv(PureEnv):
         return f"click[{self._pages.numbered(self._view).index(name) + 1}]"
 
     def _ruled_out(self, i: int) -> bool:
-        """Whether what was seen of a product speaks against it."""
+        """Return whether the known attributes of a product contradict the wish."""
         wish, product = self._wish, self._pages.goods.products[i]
         known = product.attributes if i in self._seen else self._pages.on_row(product)
         fits = all(wish.attributes[slot] == value for slot, value in known.items() if slot in wish.attributes)
@@ -279,7 +279,7 @@ class ShopEnv(PureEnv):
         return shopper.answer(self._wish, named, short=spec.style == "short")
 
     def _missing(self) -> list[str]:
-        """What is not settled: slots the shopper was not asked about, and options that were not chosen."""
+        """Return the open points: slots the shopper was not asked about, and options not chosen."""
         wish = self._wish
         unasked = [slot for slot in wish.slots if slot not in self._told]
         return unasked + [s for s in wish.options if s not in unasked and s not in self._view.selected]
@@ -302,7 +302,7 @@ class ShopEnv(PureEnv):
         return StepResult((), reward, terminated=True, success=score.full, reward_parts=score.parts, metrics=metrics)
 
     def _observe(self, note: str, legal: bool) -> Message:
-        """The page; the shopper's words before it, or in the short style instead of it."""
+        """Return the page after the shopper's words; in the short style the words alone."""
         short = self._spec.style == "short"
         if not legal:
             note = "?" if short else "That cannot be done here."
@@ -332,7 +332,7 @@ def _wish(spec: Shop, index: int) -> shopper.Wish:
 
 
 def _habits(spec: Shop, wish: shopper.Wish, rng: random.Random) -> dict[str, str]:
-    """One wished attribute and one wished option, between a habit for each other kind of goods."""
+    """Return one wished attribute and one wished option, mixed with a habit for each other category."""
     habits = {}
     for wanted in (wish.attributes, wish.options):
         if wanted:
@@ -350,7 +350,7 @@ def _habits(spec: Shop, wish: shopper.Wish, rng: random.Random) -> dict[str, str
 
 @functools.lru_cache(maxsize=1024)
 def _draw(sizes: Sizes, seed: int, prices: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The price of every product, and what ranks equally good results, both of one task."""
+    """Sample a task's price for every product, and the values that rank equally good results."""
     rng = random.Random(f"prices {prices}")
     goods = catalogue(sizes, seed).products
     return tuple(int(p.price * (0.6 + 0.9 * rng.random()) + 0.5) for p in goods), tuple(rng.random() for _ in goods)

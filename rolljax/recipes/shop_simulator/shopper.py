@@ -49,7 +49,7 @@ class Wish:
 
 
 def asked(text: str, known_slots: Iterable[str], most: int) -> list[str]:
-    """The slots that a question names, at most `most`, in the order of the question."""
+    """Return the slots that a question names, at most `most`, in the order of the question."""
     found: list[str] = []
     for word in words(text[:400]):
         slot = next((s for s in known_slots if word in _MEANS.get(s, (s,))), None)
@@ -70,7 +70,7 @@ def opening(wish: Wish, *, vague: bool, short: bool) -> str:
 
 
 def persona(wish: Wish, *, short: bool) -> str:
-    """The habits as text; empty when there are none."""
+    """Return the habits as text; empty if there are none."""
     if not wish.habits:
         return ""
     if short:

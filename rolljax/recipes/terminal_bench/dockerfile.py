@@ -90,7 +90,7 @@ def read_dockerfile(text: str, context: Mapping[str, File]) -> BuildPlan:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, str | None]]:
-    """Instruction, its arguments on one line, and the text of its heredoc."""
+    """Yield each instruction, its arguments on one line, and the text of its heredoc."""
     lines = iter(text.splitlines())
     for line in lines:
         if not line.strip() or line.lstrip().startswith("#"):

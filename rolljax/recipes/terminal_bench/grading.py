@@ -66,7 +66,7 @@ def build(box: Sandbox, task: HarborTask) -> None:
 
 
 def enter(task: HarborTask) -> str:
-    """A shell command that goes to the task's folder and sets its variables."""
+    """Return a shell command that enters the task's folder and sets its variables."""
     sets = "".join(f"export {key}={shlex.quote(value)}; " for key, value in task.env.items())
     return f"{sets}cd {shlex.quote(task.workdir)}"
 

@@ -62,14 +62,14 @@ class HarborTask:
     """Reasons why the task cannot run in a sandbox."""
 
     def lacking(self, have: Collection[str]) -> tuple[str, ...]:
-        """Why it cannot run here: what is unsupported, and packages that are neither among `have` nor programs of this
-        machine."""
+        """Return the reasons why the task cannot run here: unsupported features, and packages that are neither among
+        `have` nor programs of this machine."""
         missing = [p for p in self.packages if p not in have and not shutil.which(p, path="/usr/bin:/bin")]
         return (*self.unsupported, *((f"packages {', '.join(missing)}",) if missing else ()))
 
 
 def find_tasks(folder: Path) -> list[Path]:
-    """Task folders under `folder`, by name; `folder` itself if it is one.
+    """Return the task folders under `folder`, by name; `folder` itself if it is one.
 
     Raises:
       DataError: there is none.
@@ -155,7 +155,7 @@ def _machine(settings: Mapping[str, Any], context: Mapping[str, File]) -> tuple[
 
 
 def _cases(tests: Mapping[str, bytes]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Names of the test functions of each test file, and what the files need that the verifier lacks."""
+    """Return the names of the test functions of each test file, and the needs of the files that the verifier lacks."""
     names = [p for p in tests if p.startswith("test_") and p.endswith(".py") and "/" not in p]
     if not names:
         if len(tests.get("test.sh", b"")) >= MAX_SCRIPT:
@@ -201,7 +201,7 @@ def _names(tree: ast.Module) -> list[str]:
 
 
 def _files(folder: Path, skip: set[str]) -> dict[str, File]:
-    """Regular files under a folder, by path relative to it; hidden ones too, links not."""
+    """Return the regular files under a folder by relative path; hidden files too, no links."""
     found = {}
     for top, folders, names in os.walk(folder):
         folders.sort()

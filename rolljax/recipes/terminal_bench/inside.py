@@ -50,7 +50,7 @@ class Skipped(Exception):
 
 
 def main() -> int:
-    """The program inside the sandbox: does what the order on its standard input says; returns the exit code."""
+    """Execute the order on standard input inside the sandbox; return the exit code."""
     order = json.loads(sys.stdin.buffer.read())
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     out = os.dup(1)
@@ -161,7 +161,7 @@ def run_script(source: bytes, deadline: float) -> str:
 
 
 def has_children() -> bool:
-    """Whether a process is left, running or not."""
+    """Return whether a child process is left, running or not."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -204,7 +204,7 @@ def run_file(path: str, source: str, names: list[str], foreign: list[str], deadl
 
 
 def keep_out(roots: list[str]) -> None:
-    """From now on this process runs no code of files below `roots`, and makes no objects of classes in pickled data."""
+    """Forbid this process to run code from files below `roots` or to make objects of classes in pickled data."""
     foreign = [os.path.realpath(root) for root in roots]
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -241,7 +241,7 @@ def run_tests(path: str, source: str, names: list[str], writer: int) -> None:
 
 
 def failure_of(call: Callable[[], object]) -> str:
-    """Why code of a test file failed; empty when it did not."""
+    """Return why code of a test file failed; empty if it did not."""
     try:
         call()
     except BaseException as e:  # border: whatever a test throws, an exit too, is its failure
@@ -324,7 +324,7 @@ class Approx:
 
 
 def stand_in() -> types.ModuleType:
-    """The part of pytest that simple tests use."""
+    """Return a module with the part of pytest that simple tests use."""
     pytest = types.ModuleType("pytest")
 
     def skip(reason: str = "", **_: Any) -> NoReturn:
@@ -370,7 +370,7 @@ def stand_in() -> types.ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Kind, message and line: short, and without the sources around it."""
+    """Return kind, message and line of an error, without the surrounding source."""
     trace, line = error.__traceback__, 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith("/tests/"):

@@ -83,11 +83,11 @@ class TerminalTasks(EnvSpec):
         return OWN_TASKS
 
     def tasks(self) -> tuple[HarborTask, ...]:
-        """The tasks, by name.
+        """Return the tasks, by name.
 
         Raises:
-          DataError: a folder cannot be read, or needs what the sandbox does not have.
-          ConfigError: `only` names a task that is not there.
+          DataError: a folder cannot be read, or needs a feature that the sandbox does not have.
+          ConfigError: `only` names a task that does not exist.
         """
         return _tasks(self.folder, self.only, type(self).__name__)
 
@@ -219,7 +219,7 @@ class TerminalEnv(Env):
         return StepResult((Message("user", seen),), 0.0, terminated=False, metrics=_metrics(counts))
 
     def reference_answer(self) -> str:
-        """The solution as one command; after it, finish."""
+        """Return the solution as one command; after it, finish."""
         solution = self._task.solution
         if not solution:
             raise EnvError(f"task {self._task.name} has no solution")
@@ -301,7 +301,7 @@ def _profile(task: HarborTask) -> Profile:
 
 
 def clip(text: str, limit: int) -> str:
-    """A text, or its start and its end with a note of how much is missing between them."""
+    """Shorten a text to its start and its end, with a note of the number of characters left out."""
     if len(text) <= limit:
         return text
     half = limit // 2

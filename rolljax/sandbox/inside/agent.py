@@ -192,7 +192,7 @@ class Shell:
                 return None
 
     def add(self, part: bytes) -> None:
-        """Status text; NUL ends a record."""
+        """Append status text; NUL ends a record."""
         self.said = (self.said + part)[-CHUNK:]
 
     def ended(self) -> bool:

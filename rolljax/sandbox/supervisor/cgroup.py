@@ -7,7 +7,7 @@ from rolljax.sandbox.supervisor.namespaces import write
 
 
 def path_of(delegated: str, supervisor_pid: int, slot: int) -> str:
-    """The folder of a slot's group."""
+    """Return the folder of a slot's group."""
     return os.path.join(delegated, f"rolljax-{supervisor_pid}-{slot}")
 
 

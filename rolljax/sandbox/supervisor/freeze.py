@@ -70,7 +70,7 @@ class Frozen:
 
 
 def _serve(orders: socket.socket, inner: int) -> NoReturn:
-    """In a forked child: start another child inside the name space of `inner`, which obeys the orders. It dies with
+    """Start, from a forked child, another child inside the name space of `inner` that obeys the orders. It dies with
     this process."""
     try:
         signal.set_wakeup_fd(-1)

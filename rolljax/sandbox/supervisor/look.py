@@ -71,9 +71,11 @@ def look(proc: ProcFolder, pids: Callable[[], Collection[int]], guess: int = 0) 
 
 
 def used_by(proc: ProcFolder, pid: int, family: int, guess: int) -> Used | None:
-    """What one process uses up; None when it is gone. A process whose first thread has ended still runs in the others,
-    and is read through one of those: under its own number it would seem to hold nothing. family: how many processes
-    the sandbox has."""
+    """Return the resources that one process uses; None if it is gone.
+
+    A process whose first thread has ended still runs in the others and is read through one of them: under its own
+    number it would seem to hold nothing. family: number of the sandbox's processes.
+    """
     path = str(pid)
     stat = procfs.stat_of(proc, path)
     if stat and stat.state == "Z" and stat.threads > 1:
@@ -90,9 +92,11 @@ def used_by(proc: ProcFolder, pid: int, family: int, guess: int) -> Used | None:
 
 
 def proportional(proc: ProcFolder, seen: Look) -> tuple[int, bool]:
-    """Proportional set size in bytes of all processes together: pages that several of them share count once; and
-    whether all could be read. A child that borrows the memory of a parent, which waits for it (`vfork`), adds
-    nothing."""
+    """Return the proportional set size in bytes of all processes together, and whether all could be read.
+
+    Pages that several processes share count once. A child that borrows the memory of a parent that waits for it
+    (`vfork`) adds nothing.
+    """
     total, whole, lent = 0, True, set()
     for pid in sorted(seen.processes):
         used = seen.processes[pid]

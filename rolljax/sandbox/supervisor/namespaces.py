@@ -64,7 +64,7 @@ def mount_ptys(folder: str) -> None:
 
 
 def mount_users_ptys(folder: str) -> None:
-    """The same for an ordinary user, in a user name space that keeps the user's id."""
+    """Call `mount_ptys` for an ordinary user, in a user name space that keeps the user's id."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER | CLONE_NEWNS)
     write("/proc/self/setgroups", "deny")

@@ -32,7 +32,8 @@ def pids() -> list[int]:
 
 
 def real_uid(pid: int) -> int:
-    """Of a process, -1 when it is gone; the owner of its directory would say root for one that hides itself."""
+    """Return the real user id of a process, -1 if it is gone. The owner of its directory would be root if it hides
+    itself."""
     try:
         with open(f"/proc/{pid}/status", "rb") as f:
             return int(f.read().split(b"\nUid:", 1)[1].split(None, 1)[0])
@@ -54,7 +55,7 @@ def process_table() -> dict[int, tuple[int, int]]:
 
 
 def tree_of(root: int, table: dict[int, tuple[int, int]]) -> list[int]:
-    """`root` and its descendants that are not orphans."""
+    """Return `root` and its descendants that are not orphans."""
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
@@ -93,7 +94,8 @@ class ProcFolder:
             raise TooMuchToRead
 
     def numbers(self, path: str = ".") -> list[int]:
-        """Entries of a folder that are numbers: processes, threads, descriptors; none where it is gone."""
+        """Return the entries of a folder that are numbers: processes, threads, descriptors; none if the folder is
+        gone."""
         self.spend(OPEN_ENTRIES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
@@ -109,7 +111,7 @@ class ProcFolder:
         return [int(name) for name in names if name.isdigit()]
 
     def parts(self, path: str) -> Iterator[bytes]:
-        """The text of a file in pieces; it ends early where the process goes."""
+        """Yield the text of a file in pieces; it ends early if the process exits."""
         self.spend(OPEN_ENTRIES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
@@ -125,18 +127,18 @@ class ProcFolder:
             os.close(fd)
 
     def read(self, path: str) -> bytes:
-        """The text of a file, empty where it cannot be read."""
+        """Return the text of a file, empty if it cannot be read."""
         return b"".join(self.parts(path))
 
     def kib(self, path: str, name: bytes) -> int | None:
-        """A line `name: N kB` of a file, in bytes."""
+        """Return the value of a line `name: N kB` of a file, in bytes; None without one."""
         try:
             return int(self.read(path).split(b"\n" + name + b":", 1)[1].split(None, 1)[0]) * 1024
         except (IndexError, ValueError):
             return None
 
     def link(self, path: str) -> str:
-        """Where a link leads, empty where it cannot be read."""
+        """Return the target of a link, empty if it cannot be read."""
         self.spend(OPEN_ENTRIES)
         try:
             return os.readlink(path, dir_fd=self._fd)
@@ -166,7 +168,7 @@ class Stat(NamedTuple):
 
 
 def stat_of(proc: ProcFolder, path: str) -> Stat | None:
-    """None when the process is gone."""
+    """Return the state of a process or thread; None if it is gone."""
     fields = proc.read(f"{path}/stat").rpartition(b")")[2].split()
     if len(fields) < 22:
         return None
@@ -176,13 +178,13 @@ def stat_of(proc: ProcFolder, path: str) -> Stat | None:
 
 
 def page_table_bytes(proc: ProcFolder, path: str) -> int:
-    """Bytes of the page tables of a process: memory that is in no resident size."""
+    """Return the bytes of the page tables of a process, which no resident size includes."""
     return proc.kib(f"{path}/status", b"VmPTE") or 0
 
 
 def pss_bytes(proc: ProcFolder, path: str, resident: int) -> int | None:
-    """Proportional set size of a process: pages that n processes share count as an nth. None where that cannot be
-    read. resident: bytes that the kernel goes through for it."""
+    """Return the proportional set size of a process: pages that n processes share count as an nth. None if it cannot be
+    read. resident: bytes that the kernel walks through for it."""
     proc.spend(resident // PAGE // ENTRY_PAGES)
     return proc.kib(f"{path}/smaps_rollup", b"Pss")
 
@@ -197,13 +199,13 @@ def socket_bytes(proc: ProcFolder) -> int:
 
 
 def file_bytes(proc: ProcFolder, path: str) -> int:
-    """Bytes that the open files (pipes, event counters, and so on) of a process may hold."""
+    """Return the most bytes that the open files (pipes, event counters, and so on) of a process may hold."""
     return proc.num_files(path) * FILE_BYTES
 
 
 def mapping_bytes(proc: ProcFolder, path: str, family: int, most: int) -> int:
-    """Bytes that the kernel may hold for mappings, file locks, watched descriptors and texts of /proc; counts no
-    further than `most`. family: processes that mappings may have come through."""
+    """Return the most bytes that the kernel may hold for mappings, file locks, watched descriptors and texts of /proc;
+    count no further than `most`. family: number of processes that mappings may have come through."""
     total = 0
     fds = proc.numbers(f"{path}/fd")
     for name in ["maps", *(f"fdinfo/{fd}" for fd in fds)]:

@@ -100,7 +100,7 @@ class Supervisor:
             signal.signal(ignored, signal.SIG_IGN)
 
     def hello(self, order: dict[str, Any]) -> None:
-        """Settings of the supervisor: the folder for locks and mounts, and the abilities of this machine."""
+        """Set up the supervisor: the folder for locks and mounts, and the abilities of this machine."""
         try:
             os.setpriority(os.PRIO_PROCESS, 0, SUPERVISOR_NICE)  # it checks in time, however busy sandboxes are
         except PermissionError:
@@ -191,7 +191,8 @@ class Supervisor:
         self.say(id=sandbox.id, event="slot", slot=slot[0], generation=slot[1], pid=pid)
 
     def become(self, order: dict[str, Any], fds: list[int], status_w: int, slot: int) -> NoReturn:
-        """In the forked child: arrange descriptors, take on identity and limits, become the program. Never returns."""
+        """Arrange descriptors in the forked child, take on identity and limits, and execute the program. Never
+        returns."""
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in [status_w, *fds[:3], status_w, *fds[3:]]]
         try:
             os.setsid()

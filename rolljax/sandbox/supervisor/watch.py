@@ -44,8 +44,11 @@ class SandboxWatch:
         self.proc.close()
 
     def over(self, grown: int) -> str:
-        """What it is over: memory, cpu, or nothing (empty). grown: by how much the kernel's memory grew, if that is
-        worth asking for; more than that a sandbox is not said to hold by what can only be guessed."""
+        """Return the exceeded limit: memory, cpu, or empty.
+
+        grown: growth of the kernel's memory, if it is worth checking; estimates may not attribute more than that to a
+        sandbox.
+        """
         self.proc.left = self.entries
         try:
             held = self.counted(min(grown, self.memory + 1))
@@ -58,7 +61,7 @@ class SandboxWatch:
         return "cpu" if self.ticks > self.cpu_s * procfs.TICKS_PER_S else ""
 
     def counted(self, guess: int) -> int:
-        """Bytes of memory, after a look or several, -1 when a process may be missing; adds processor time."""
+        """Return the bytes of memory after one or several looks, -1 if a process may be missing; add processor time."""
         seen = look(self.proc, self.pids, guess)
         held = self.held(seen)
         if held >= 0 and self.stopped is not None and stopped(seen) <= self.stopped:
@@ -69,7 +72,7 @@ class SandboxWatch:
         return held
 
     def used(self) -> dict[str, int]:
-        """pss_bytes, kernel_bytes, processes; nothing where that would take too long."""
+        """Return pss_bytes, kernel_bytes and processes; nothing if that would take too long."""
         self.proc.left = self.entries
         try:
             seen = look(self.proc, self.pids)
@@ -85,7 +88,7 @@ class SandboxWatch:
         return procfs.socket_bytes(self.proc) if self.inner else 0
 
     def held(self, seen: Look) -> int:
-        """Bytes of memory, -1 when a process may be missing."""
+        """Return the bytes of memory, -1 if a process may be missing."""
         whole = seen.whole or not self.inner
         kernel = seen.kernel + self.sockets() + seen.guessed
         if not whole:
@@ -96,8 +99,8 @@ class SandboxWatch:
         return pss + kernel if whole or not self.inner else -1
 
     def frozen(self, before: Look, guess: int) -> tuple[Look, int]:
-        """A look at stopped processes, and the bytes that they hold; -1: they hide. They continue where that is within
-        the limit, or where the look ends early."""
+        """Stop the processes and look at them; return the look and their bytes, -1 if they hide. They continue if the
+        bytes are within the limit, or if the look ends early."""
         if self.stopped is None:
             self.stopped = stopped(before)
         freezer, seen, held = Frozen(self.inner), before, -1
@@ -128,15 +131,15 @@ class SandboxWatch:
 
 
 def stopped(seen: Look) -> set[int]:
-    """Processes that were stopped when they were looked at."""
+    """Return the processes that were stopped during the look."""
     return {pid for pid, used in seen.processes.items() if used.state == "T"}
 
 
 def folder_of(inner: int) -> str:
-    """The /proc of a sandbox, seen from outside.
+    """Return the /proc of a sandbox, seen from outside.
 
     Raises:
-      OSError: bubblewrap has not got that far.
+      OSError: bubblewrap has not mounted it yet.
     """
     folder = f"/proc/{inner}/root/proc"
     if os.stat(folder).st_dev == os.stat("/proc").st_dev:
