@@ -63,7 +63,7 @@ class Ledger:
     seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Return all fields as a JSON value."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 

@@ -428,14 +428,14 @@ class EngineWorker:
     def generate(
         self, table_SW: np.ndarray, slot_S: np.ndarray, *, truncate: bool = False, top: bool = False
     ) -> ResultTokens:
-        """Up to `steps_per_dispatch` decode steps of some slots (see `Engine.generate`)."""
+        """Run up to `steps_per_dispatch` decode steps of some slots (see `Engine.generate`)."""
         self._state, result = self.engine.generate(
             self._params, self._started(), table_SW, slot_S, truncate=truncate, top=top
         )
         return result
 
     def score(self, tokens_BT: np.ndarray) -> jax.Array:
-        """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
+        """Return the model's log-prob of every token given the earlier ones, `[B, T]`; the first column is 0."""
         return self.engine.score(self._params, tokens_BT)
 
     def wait_prefills(self) -> None:

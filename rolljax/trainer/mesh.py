@@ -214,14 +214,16 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, ow
 
 
 def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
-    """For the arrays that `like` has: rows split over the batch axes, tokens over `context`, scalars everywhere."""
+    """Return the shardings of the arrays in `like`: rows split over the batch axes, tokens over `context`, scalars
+    replicated."""
     scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
     arrays = {n: rows(mesh, 1, tokens=True) for n in ARRAYS if getattr(like, n) is not None}
     return TokenBatch(**{**dict.fromkeys(ARRAYS), **arrays}, **scalars)  # type: ignore[arg-type]
 
 
 def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
-    """The packed batch on its devices. Of several processes each has the whole batch on its host, and puts its part."""
+    """Put the packed batch on its devices. With several processes each has the whole batch on its host, and puts its
+    own shards."""
     return put(mesh, batch, batch_shardings(mesh, batch))
 
 

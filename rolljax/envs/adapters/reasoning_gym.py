@@ -230,7 +230,7 @@ def _reaches(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _is_chance(answer: str, right: Mapping[str, int]) -> bool:
-    """Within 1e-4 of the right probability, and within a thousandth of it."""
+    """Return whether the answer is within 1e-4 of the right probability and within a thousandth of it."""
     try:
         said = Fraction(answer.replace(",", "").replace(" ", ""))
     except (ValueError, ZeroDivisionError):
@@ -305,7 +305,7 @@ class _Letters(tuple[str, ...]):
 
 
 def _mended(family: str, dataset: Any) -> Any:
-    """The data set with what would differ between processes put in order, and without `eval`."""
+    """Fix the data set: make its order equal in all processes, and replace `eval`."""
     if family in LITERALS:
         vars(importlib.import_module(type(dataset).__module__))["eval"] = ast.literal_eval
     if family in ("isomorphic_strings", "ransom_note"):

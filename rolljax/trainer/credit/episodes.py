@@ -179,7 +179,8 @@ class Credit:
 def apply_credit(
     needs: Needs, samples: Sequence[Sequence[Sample]], episodes: Episodes, credit: Credit
 ) -> list[list[Sample]]:
-    """The samples that take part, group by group, each with the columns of `TokenBatch` that credit and `needs` fill.
+    """Return the samples that take part, group by group, each with the columns of `TokenBatch` that credit and `needs`
+    fill.
 
     Args:
       samples: of the same trajectories as `episodes`, in their order.
@@ -210,7 +211,7 @@ def apply_credit(
 
 
 def _critic_columns(episodes: Episodes, credit: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
-    """part: tokens that are trained on, bool `[N, T]`."""
+    """Return the columns that train critics. part: tokens that are trained on, bool `[N, T]`."""
     values = np.moveaxis(episodes.required("values"), 0, -1)
     assert credit.returns is not None
     if credit.critic_weights is None:
@@ -229,7 +230,7 @@ def _row(array: np.ndarray, n: int, length: int) -> np.ndarray:
 
 
 def token_columns(e: Episodes, credit: Credit) -> list[dict[str, TokenColumn]]:
-    """What training makes of the sampled tokens of each trajectory, for the record.
+    """Return the trained quantities of the sampled tokens of each trajectory, for the record.
 
     advantages: None where a token takes no part. trainer_logp, entropy: of the policy before the step's first update,
     where the algorithm asks for its log-probs.
@@ -242,7 +243,7 @@ def token_columns(e: Episodes, credit: Credit) -> list[dict[str, TokenColumn]]:
 
 
 def _column(values: np.ndarray) -> TokenColumn:
-    """Values `[T]` in six decimals; NaN is None."""
+    """Round values `[T]` to six decimals; NaN becomes None."""
     known = ~np.isnan(values)
     if not known.any():
         return None
@@ -253,7 +254,7 @@ def _column(values: np.ndarray) -> TokenColumn:
 
 
 def credit_metrics(e: Episodes, credit: Credit) -> dict[str, float]:
-    """Metrics of a step's credit."""
+    """Return the metrics of a step's credit."""
     part = credit.trained(e.mask)
     values = np.where(part, credit.advantages, 0)[part]
     groups = GroupStats(e.groups)
