@@ -35,7 +35,8 @@ def remember_calls() -> dict[tuple[int, ...], tuple[np.ndarray, Any]]:
 
 
 def compare(run_dir: Path, asked: dict, stream: int) -> tuple[int, int]:
-    """Calls of a phase in the stored rollouts, and how many of them are not as they were sampled."""
+    """Return the number of a phase's calls in the stored rollouts, and how many of them differ from the sampled
+    ones."""
     sampled = {a[1:]: v for a, v in asked.items() if a[1] == stream}
     num = wrong = 0
     for path in (run_dir / "rollouts").iterdir():

@@ -52,7 +52,7 @@ starts from random weights, as its config does."""
 
 
 def finished(config: str, folder: Path, settings: list[str]) -> dict:
-    """The summary of a run, which is made unless it is there."""
+    """Return the summary of a run; run it first unless it is finished."""
     summary = folder / "summary.json"
     s = json.loads(summary.read_text()) if summary.exists() else {}
     return s if s.get("stop_reason") == "all phases done" else run(config, folder, settings)
@@ -95,7 +95,7 @@ def tasks(out: Path, names: list[str], seeds: int, figure: Path | None) -> None:
 
 
 def form(out: Path) -> Path:
-    """A folder of weights that answer with a random key."""
+    """Make a folder of weights that answer with a random key."""
     home, folder = out / "form", out / "form_hf"
     finished("agent_ipa", home, FORM)
     command = [sys.executable, "-m", "rolljax.export", "--run", str(home), "--to", str(folder)]

@@ -83,7 +83,7 @@ Advance = Callable[[], None]
 
 
 def found() -> dict[str, type[Algorithm]]:
-    """Every algorithm of the package by `file.Class`."""
+    """Return every algorithm of the package by `file.Class`."""
     classes = {}
     for module in pkgutil.iter_modules(package.__path__):
         here = importlib.import_module(f"{package.__name__}.{module.name}")
@@ -99,7 +99,7 @@ def make(name: str, cls: type[Algorithm]) -> Algorithm:
 
 
 def why_not(algorithm: Algorithm) -> str:
-    """Why an algorithm cannot run on the bandit; empty if it can."""
+    """Return why an algorithm cannot run on the bandit; empty if it can."""
     if algorithm.source != "sampler":
         return "learns from given answers, does not sample"
     if not algorithm.trains_policy:
@@ -127,7 +127,7 @@ class Run:
 
 
 def curve(values: np.ndarray) -> list[float]:
-    """Mean over seeds `[S, steps + 1]`, thinned out."""
+    """Average over seeds `[S, steps + 1]`, and thin out the steps."""
     return [round(float(v), 4) for v in values.mean(0)[::EVERY]]
 
 
@@ -171,7 +171,7 @@ def surrogate_runs(seeds: int, steps: int) -> Iterable[Run]:
 
 
 def stale_runs(seeds: int, steps: int) -> Iterable[Run]:
-    """Largest logit where failures count -1 and nothing is subtracted."""
+    """Yield runs that measure the largest logit if failures count -1 and no baseline is subtracted."""
     problems = {
         "easy": (lambda s: toys.Bandit(s, symbols=5, target=2, length=2, group_size=64, wrong=-1), 2),
         "rare": (lambda s: toys.Bandit(s, symbols=8, target=3, length=3, group_size=64, wrong=-1), 12),
@@ -242,7 +242,7 @@ def critic_runs(seeds: int, steps: int) -> Iterable[Run]:
 
 
 def critic_numbers(values: np.ndarray) -> Numbers:
-    """How two critics `[S, 2, R]` relate to each other and to the truth, on the states of fresh walks."""
+    """Compare two critics `[S, 2, R]` with each other and with the true values, on the states of new walks."""
     walk = toys.Walk(10_000, samples=2000)
     at = walk.play(np.zeros((walk.rows, 2)), 0).value_rows
     apart, error = values.std(1)[:, at], np.abs(values.mean(1) - walk.true_values)[:, at]
@@ -288,7 +288,7 @@ def noise_runs(seeds: int, steps: int) -> Iterable[Run]:
 
 
 def run_all(runs: Sequence[Run]) -> dict[str, dict[str, Numbers]]:
-    """Numbers by part and by `name|lag`."""
+    """Run everything; return figures by part and by `name|lag`."""
     results: dict[str, dict[str, Numbers]] = {}
     columns = (
         TextColumn("{task.description}", table_column=None),
@@ -318,7 +318,7 @@ LM_SETTINGS: dict[str, list[str]] = {
 
 
 def lm(names: Sequence[str], out: Path, steps: int, async_ratio: float) -> dict[str, Numbers]:
-    """The quickstart's model and task through `rolljax.train`: one warm start, then every algorithm from there."""
+    """Run the quickstart's model and task with `rolljax.train`: one warm start, then every algorithm from there."""
     warm = out / "warm_start"
     common = ["Recipe.rollouts_every = 1000", "Recipe.save_every = 1000"]
     if not (warm / "summary.json").exists():
@@ -413,7 +413,7 @@ def _reached(numbers: Numbers) -> str:
 
 
 def success_table(part: Mapping[str, Numbers]) -> str:
-    """Steps to .9 and final success of every algorithm at every lag."""
+    """Return a table of the steps to .9 and the final success of every algorithm at every lag."""
     head = ["", *(f"lag {lag}: steps to .9" for lag in LAGS), *(f"lag {lag}: final" for lag in LAGS)]
     rows = []
     for name in _names(part):
@@ -499,11 +499,11 @@ def _steps(values: Sequence[float]) -> list[int]:
 
 
 def curve_figure(names: Sequence[str], path: str | Path) -> None:
-    """Success on the bandit over steps, a panel for each lag and a line for each of `names` (`grpo.Grpo`), drawn from
-    docs/curves/algorithms.json.
+    """Plot success on the bandit over steps from docs/curves/algorithms.json: a panel for each lag and a line for each
+    of `names` (`grpo.Grpo`).
 
     Raises:
-      KeyError: a name that was not measured.
+      KeyError: an algorithm was not measured.
     """
     plt, part = _pyplot(), load()["bandit"]
     fig, axes = plt.subplots(1, len(LAGS), figsize=(8, 2.3), sharey=True, constrained_layout=True)
@@ -519,7 +519,7 @@ def curve_figure(names: Sequence[str], path: str | Path) -> None:
 
 
 def figure(data: Mapping[str, Any], path: Path) -> None:
-    """All curves: surrogates by lag, every algorithm by itself, and the other problems."""
+    """Plot all curves: surrogates by lag, every algorithm by itself, and the other problems."""
     plt = _pyplot()
     names = _names(data["bandit"])
     rows = -(-len(names) // 6)

@@ -51,7 +51,7 @@ def run(
 
 
 def rows(folder: Path) -> list[dict]:
-    """Of its RL steps."""
+    """Return the metrics of a run's RL steps."""
     every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [r for r in every if r["phase"] == "rl"]
 

@@ -172,7 +172,7 @@ WORKLOADS = {
 
 
 def child(workload: Workload, arguments: list[str]) -> None:
-    """A run whose answers are as long as their addresses say."""
+    """Run training with answer lengths that depend only on their addresses."""
     import numpy as np
 
     from rolljax.rollout.episodes import SamplerPolicy
@@ -222,7 +222,7 @@ def write_recipe(name: str, variant: str, folder: Path, steps: int | None) -> Pa
 
 
 def run(name: str, recipe: Path) -> list[dict]:
-    """The rows of a run's steps; the run is in the folder of its recipe."""
+    """Run a recipe in the recipe's folder; return the rows of its steps."""
     arguments = ["--gin", str(recipe), "--run_dir", str(recipe.parent / "run")]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     flags = f"--xla_force_host_platform_device_count={WORKLOADS[name].devices}"
@@ -235,8 +235,10 @@ def run(name: str, recipe: Path) -> list[dict]:
 
 
 def simulated(recipe: Path, timings_of: Path) -> float:
-    """Seconds of a step of a recipe, in simulation, with the timings of the run in another folder: as many steps as the
-    run had, for its first steps are not like later ones; the mean over seeds."""
+    """Simulate a recipe with the timings of the run in another folder; return the mean seconds of a step over seeds.
+
+    It simulates as many steps as the run had, as the first steps differ from later ones.
+    """
     from rolljax import cli
     from rolljax.simulate import simulate
     from rolljax.simulation import fitting, report
@@ -248,7 +250,7 @@ def simulated(recipe: Path, timings_of: Path) -> float:
 
 
 def measured(rows: list[dict]) -> dict[str, float]:
-    """Means over the steps in the steady state."""
+    """Return means over the steps in the steady state."""
     ahead = math.ceil(max(r["stale/start_max_ver"] for r in rows))
     steady = rows[SKIPPED : len(rows) - ahead]
 
@@ -290,7 +292,7 @@ def draw(found: dict[str, dict[str, dict[str, float]]], figure: Path) -> None:
 
 
 def measured_all(name: str, out: Path, steps: int | None) -> dict[str, dict[str, float]]:
-    """Every variant of a workload, one after the other, and what is simulated of each."""
+    """Measure every variant of a workload, one after the other, and simulate each."""
     recipes, found = {}, {}
     for i, variant in enumerate(WORKLOADS[name].variants):
         recipes[variant] = write_recipe(name, variant, out / f"{name}{i}", steps)

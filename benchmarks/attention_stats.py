@@ -31,7 +31,7 @@ WORK = {"row_len": 1024, "rows": 2, "block_rows": 128, "rounds": 7}
 
 
 def packed_rows(row_len: int, num_rows: int, vocab: int) -> list[jax.Array]:
-    """Tokens, positions, segment ids, branch ids and mask of full rows."""
+    """Return tokens, positions, segment ids, branch ids and mask of full rows."""
     prompt, answer = row_len // 4, (row_len - row_len // 4) // 2
     lengths = (prompt, answer, row_len - prompt - answer)
     branches = np.repeat([0, 1, 2], lengths)
@@ -42,7 +42,7 @@ def packed_rows(row_len: int, num_rows: int, vocab: int) -> list[jax.Array]:
 
 
 def programs(model: Model, cfg: AttentionMaps) -> dict[str, Any]:
-    """Jitted programs by name, all of (params, *packed_rows)."""
+    """Return jitted programs by name, all of (params, *packed_rows)."""
 
     def plain(params, tokens, positions, segments, branches, mask):
         del mask

@@ -23,9 +23,9 @@ STEPS, EVERY = 60, 5
 
 
 def student(folder: Path, teacher: Path, arm: str, seed: int) -> list[dict[str, float]]:
-    """The metrics rows of the distillation of one arm.
+    """Distil one arm; return its metrics rows.
 
-    One more step is trained, whose row has the perplexities behind step `STEPS`.
+    One more step is trained, whose row has the perplexities after step `STEPS`.
     """
     settings = [
         f"Distill.teacher = '{teacher / 'hf'}'",
@@ -47,7 +47,7 @@ def student(folder: Path, teacher: Path, arm: str, seed: int) -> list[dict[str, 
 
 
 def of(rows: list[dict[str, float]], name: str) -> np.ndarray:
-    """A metric of every domain, `[domains, steps]`."""
+    """Return a metric of every domain, `[domains, steps]`."""
     return np.array([[row[f"domain/{d}/{name}"] for row in rows] for d in DOMAINS])
 
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def draw(path: Path, found: dict[tuple[str, int], list[dict[str, float]]]) -> None:
-    """Shares and ratios by step, seed 0."""
+    """Plot shares and ratios by step, seed 0."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -28,7 +28,7 @@ def rows(path: Path) -> list[dict]:
 
 
 def prune(records: list[dict], folder: Path) -> list[dict]:
-    """What the pipeline makes of records."""
+    """Run records through the pipeline."""
     source = folder / "traces.jsonl"
     source.write_text("".join(json.dumps(r) + "\n" for r in records))
     with RuleServer(dlcot_toy.rule) as server:

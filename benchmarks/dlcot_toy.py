@@ -17,7 +17,7 @@ ATTEMPT = re.compile(r"^(Or |Again )?(digits|steps|stuck) .*$", re.M)
 
 
 def trace(a: int, b: int, rng: random.Random) -> str:
-    """A long chain of thought about a + b: one to two attempts go wrong or stop, the right one comes again."""
+    """Return a long chain of thought about a + b: one or two attempts fail or stop, the right one is repeated."""
     lines = [f"Add {a}, {b}.", "Plan."]
     methods = [("digits", rng.random() < 0.25), ("digits", False), (rng.choice(["digits", "steps"]), False)]
     if rng.random() < 0.5:
@@ -33,7 +33,7 @@ def trace(a: int, b: int, rng: random.Random) -> str:
 
 
 def attempt(a: int, b: int, method: str, wrong: bool) -> str:
-    """One attempt, on one line."""
+    """Return one attempt, on one line."""
     slip = 10 * wrong
     if method == "stuck":
         return f"stuck {a % 10}+{b % 10}={a % 10 + b % 10}."

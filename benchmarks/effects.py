@@ -51,14 +51,14 @@ MIXTURE = {
 
 
 def rhythm(names: tuple[str, ...] = tuple(RHYTHMS), *, seeds: int = SEEDS, steps: int = 30) -> plan_task.History:
-    """Runs of `RHYTHMS`, in the order of `names`."""
+    """Run `RHYTHMS`, in the order of `names`."""
     return plan_task.train([RHYTHMS[n] for n in names], MAPS, seeds=seeds, steps=steps, lr=0.05)
 
 
 def mixture(
     names: tuple[str, ...] = tuple(MIXTURE), *, seeds: int = SEEDS, steps: int = 100, long: bool = True
 ) -> dict[str, toys.History]:
-    """Runs of `MIXTURE`. long: hard prompts ask for 16 symbols and easy ones for 2; else all for 3."""
+    """Run `MIXTURE`. long: hard prompts ask for 16 symbols and easy ones for 2; otherwise all for 3."""
 
     def make(seed: int) -> toys.Prompts:
         if long:
@@ -69,7 +69,7 @@ def mixture(
 
 
 def variance_ratio(base: toys.History, other: toys.History, *, relative: bool = False) -> np.ndarray:
-    """How many times the variance of `base`'s gradient norm over the steps is that of the other's, by seed `[S]`.
+    """Return the variance of `base`'s gradient norm over the steps divided by the other's, by seed `[S]`.
 
     relative: of the norm over its mean, which no learning rate can change.
     """
@@ -78,7 +78,7 @@ def variance_ratio(base: toys.History, other: toys.History, *, relative: bool = 
 
 
 def spread(values: np.ndarray) -> str:
-    """Mean, least and largest over seeds."""
+    """Format mean, least and largest over seeds."""
     return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
 
 

@@ -159,7 +159,7 @@ def concurrency() -> list[float]:
 
 
 def fault_cost(workers: int, per_worker: int) -> float:
-    """The best of three against the best of three."""
+    """Compare the best of three runs with faults to the best of three without."""
     cfg = PoolConfig(workers=workers, episodes_per_worker=per_worker, step_s=0.5, max_fault_frac=1.0)
     healthy, faulty = ToyProcess(steps=FAULTY_STEPS), ToyProcess(steps=FAULTY_STEPS, fault_frac=0.1)
     without, with_faults = [], []

@@ -43,7 +43,7 @@ PEERS = {
 
 
 def ours(args: argparse.Namespace) -> None:
-    """The step, by the rooms that `rolljax.loop` uses."""
+    """Time the step with the modules that `rolljax.loop` uses."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import importlib.metadata as metadata
 
@@ -139,7 +139,7 @@ def ours(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Everyone in turn, each in its own process, pinned to one core; a table of ratios."""
+    """Run each framework in turn in its own process, pinned to one core; print a table of ratios."""
     pythons = {"rolljax": sys.executable} | dict(p.split("=") for p in args.python)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE / "peers")])}
     pin = ["taskset", "-c", str(args.core)] if args.core >= 0 else []

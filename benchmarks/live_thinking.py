@@ -40,7 +40,7 @@ def main():
 
 
 def run(folder, arm, seed):
-    """A run, made unless it is there; its folder."""
+    """Run an arm unless its run exists; return its folder."""
     path = folder / f"{arm.replace(' ', '_')}_{seed}"
     if not (path / "summary.json").is_file():
         weights = f"Sum.weights = {{'right': 1.0, 'length': {ARMS[arm]}}}"
@@ -51,7 +51,7 @@ def run(folder, arm, seed):
 
 
 def heldout(path, name):
-    """Mean tokens and accuracy of the held-out answers at the end of a phase."""
+    """Return mean tokens and accuracy of the held-out answers at the end of a phase."""
     every = [json.loads(line) for line in (path / "rollouts" / f"heldout_{name}.jsonl").read_text().splitlines()]
     tokens = [sum(len(turn["tokens"]) for turn in t["turns"]) for t in every]
     return float(np.mean(tokens)), float(np.mean([t["success"] for t in every]))

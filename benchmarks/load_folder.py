@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def resident() -> int:
-    """Bytes of memory that this process has, mapped files too."""
+    """Return the resident bytes of this process, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -73,7 +73,7 @@ def symbols(plans: np.ndarray) -> np.ndarray:
 
 
 def noise(rng: np.random.Generator, num: int) -> np.ndarray:
-    """Symbols that mean nothing, others at each place, `[num, PLACES]`."""
+    """Return meaningless symbols, from a different set at each place, `[num, PLACES]`."""
     return FIRST_NOISE + NOISE * np.arange(PLACES) + rng.integers(0, NOISE, (num, PLACES))
 
 
@@ -99,7 +99,7 @@ def _taught(params: Params, data: jax.Array, steps: int, batch: int) -> Params:
 
 
 def taught(seed: int, steps: int = 400, batch: int = 32) -> Params:
-    """A model that says any plan to any question, and keeps to it."""
+    """Train a model that answers any question with a random plan and follows that plan."""
     rng = np.random.default_rng(seed)
     data = np.zeros((steps * batch, 1 + LENGTH), np.int32)
     data[:, 0] = rng.integers(0, QUESTIONS, len(data))
@@ -109,7 +109,7 @@ def taught(seed: int, steps: int = 400, batch: int = 32) -> Params:
 
 
 def _next_law(params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """Log-probs `[N, V]` of what comes after token number `at`; the cache `[L, N, S, K, C]` twice."""
+    """Return log-probs `[N, V]` after token number `at`; the cache is `[L, N, S, K, C]` twice."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: Any, window: Any = None) -> Any:
         cache = tuple(c.at[layer, :, at].set(new[:, 0]) for c, new in zip(cache, (k, v), strict=True))
@@ -124,7 +124,7 @@ def _next_law(params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) ->
 @jax.jit
 @jax.vmap
 def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Answers and their log-probs, `[R, N, T]`."""
+    """Sample answers; return them with their log-probs, `[R, N, T]`."""
     cfg, num = MODEL.cfg, len(ASKED)
     empty = jnp.zeros((cfg.num_layers, num, 1 + LENGTH, cfg.num_kv_heads, cfg.head_dim))
 
@@ -140,7 +140,7 @@ def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int, rhythm: Any) -> Episodes:
-    """The answers `[N, T]` of one run; `right []`: the plan they should have."""
+    """Return the answers `[N, T]` of one run as episodes; `right []`: the plan they should have."""
     rewards = (tokens[:, PLAN::2] == symbols(right)).all(1).astype(np.float64)
     return toys.one_turn_episodes(
         rewards,
@@ -156,7 +156,7 @@ def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int,
 
 
 def layout() -> dict[str, np.ndarray]:
-    """What rows of a question and its answer look like, `[N, S]`, whatever they say."""
+    """Return the arrays of rows of a question and its answer, `[N, S]`, that do not depend on the tokens."""
     shape = (len(ASKED), 1 + LENGTH)
     places = np.broadcast_to(np.arange(1 + LENGTH), shape).astype(np.int32)
     answer = (places > 0).astype(np.int32)
@@ -171,7 +171,7 @@ def layout() -> dict[str, np.ndarray]:
 
 
 def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) -> TokenBatch:
-    """A row `[S]` for every answer."""
+    """Pack every answer into a row `[S]`."""
     mask = e.mask if credit.mask is None else credit.mask & e.mask
     keep = np.ones(e.num, bool) if credit.keep is None else credit.keep
     mask = mask & keep[:, None]
@@ -195,7 +195,7 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _descend(algorithm: Algorithm, params: Params, batch: TokenBatch, lr: jax.Array) -> Params:
-    """Every run's own step down the loss."""
+    """Apply one gradient step to each run."""
     loss = update.policy_loss(MODEL, algorithm, {})
     grads = jax.vmap(jax.grad(loss, has_aux=True))(params, batch)[0]
     return jax.tree.map(lambda p, g: p - lr * g, params, grads)
@@ -204,7 +204,7 @@ def _descend(algorithm: Algorithm, params: Params, batch: TokenBatch, lr: jax.Ar
 @jax.jit
 @jax.vmap
 def success(params: Params, right: jax.Array) -> jax.Array:
-    """Mean probability of the right plan `right [R]`, over questions and the noise before it, `[R]`."""
+    """Return the mean probability of the right plan `right [R]`, over questions and the noise before it, `[R]`."""
     x, n = (a.reshape(-1) for a in jnp.meshgrid(jnp.arange(QUESTIONS), FIRST_NOISE + jnp.arange(NOISE), indexing="ij"))
     tokens = jnp.stack([x, n], 1)
     ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(2), tokens.shape)
@@ -214,7 +214,7 @@ def success(params: Params, right: jax.Array) -> jax.Array:
 
 
 def rhythms(maps: attention_stats.AttentionMaps) -> Callable[[Params, np.ndarray], list[attention_stats.Rhythm]]:
-    """From the parameters and answers `[R, N, T]` of all runs to the attention statistics of each."""
+    """Return a function from the parameters and answers `[R, N, T]` of all runs to the attention statistics of each."""
     measure, rows = attention_stats.make_attention_stats(MODEL, None, maps), layout()
 
     @jax.jit

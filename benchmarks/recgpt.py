@@ -36,14 +36,14 @@ Users = list[dict[str, Any]]
 
 
 def predict(model: Any, users: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The first tag that the policy writes for each user."""
+    """Return the first tag that the policy predicts for each user."""
     questions = [question["question"] for question in recgpt.tag_questions(users)]
     answers = model.generate(questions, temperature=0.0, max_tokens=6)
     return [answer.text.split(",")[0].strip().lower() for answer in answers]
 
 
 def stale(users: Sequence[Mapping[str, Any]]) -> Users:
-    """The users as they were before their newest two events."""
+    """Return the users without their newest two events."""
     return [dict(user) | {"events": user["events"][:-2]} for user in users]
 
 
@@ -75,7 +75,7 @@ def measure(model: Any, *, num_train: int = 4000, num_test: int = 1000, seed: in
 
 
 def draw(found: Mapping[str, Any], path: str) -> None:
-    """The figure: HR@30 over beta, and recall of the new topic."""
+    """Plot HR@30 over beta, and the recall of the new topic."""
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), gridspec_kw={"width_ratios": [2, 1]})

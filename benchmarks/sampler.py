@@ -130,7 +130,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_prefill(sampler: Any, params: Any, work: wl.Workload, settings: Any) -> tuple[int, float]:
-    """Prompt tokens that are computed, and the seconds until every first token is there (best of 3)."""
+    """Return the number of computed prompt tokens, and the seconds until every first token is sampled (best of 3)."""
     one = dataclasses.replace(settings, max_tokens=1)
 
     async def firsts() -> None:
@@ -146,7 +146,7 @@ def time_prefill(sampler: Any, params: Any, work: wl.Workload, settings: Any) ->
 
 
 def roofline(model: Any, params: Any, work: wl.Workload, slots: int, did: dict[str, float]) -> dict[str, float]:
-    """How near decoding is to the memory limit: bytes of weights and live KV per step over the measured bandwidth."""
+    """Compare decoding with the memory limit: bytes of weights and live KV per step over the measured bandwidth."""
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +176,7 @@ def roofline(model: Any, params: Any, work: wl.Workload, slots: int, did: dict[s
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Ours and the peers in turn, each in its own process; a table of ratios."""
+    """Run ours and the peers in turn, each in its own process; print a table of ratios."""
     pythons = {"rolljax": sys.executable} | dict(p.split("=") for p in args.python)
     scripts = {"rolljax": [sys.executable, str(HERE / "sampler.py"), "--cpu"]}
     for name, (python, (script, *flags)) in PEERS.items():

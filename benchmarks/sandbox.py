@@ -20,7 +20,7 @@ from rolljax.sandbox import CODE, TERMINAL, Sandbox, SandboxConfig, SandboxHost,
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each call."""
+    """Return the milliseconds of each call."""
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -35,7 +35,7 @@ def row(name: str, found: list[float], goal: str = "") -> str:
 
 
 def starts(host: SandboxHost, repeats: int) -> tuple[list[float], list[float]]:
-    """Opening and closing a live sandbox."""
+    """Time opening and closing a live sandbox."""
     opened, closed = [], []
     for _ in range(repeats):
         start = time.perf_counter()

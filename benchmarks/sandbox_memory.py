@@ -23,7 +23,7 @@ from tests.e2e.sandbox_memory_probes import PRELUDE, PROBES, RUNNER
 
 
 def machine() -> tuple[int, int]:
-    """Bytes the kernel holds for itself, and bytes that are gone."""
+    """Return the bytes that the kernel holds for itself, and minus the bytes that are available."""
     found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     kernel, gone = (
         sum(int(found[name].split()[0]) << 10 for name in names)

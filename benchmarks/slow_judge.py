@@ -97,7 +97,7 @@ def main():
 
 
 def rows(run):
-    """The rows of a run so far."""
+    """Return the rows of a run so far."""
     file = run / "metrics.jsonl"
     if not file.is_file():
         return []

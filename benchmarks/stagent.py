@@ -53,7 +53,7 @@ warm_start/optimizer.Muon.lr = 2e-2
 
 
 def tasks(num: int, seed: int, kinds: dict[str, float] = KINDS) -> list[dict[str, str]]:
-    """Different tasks, their kinds drawn by their shares."""
+    """Return distinct tasks, with kinds in the given proportions."""
     rng, found = random.Random(seed), {}
     while len(found) < num:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
@@ -91,7 +91,7 @@ def success(folder: Path, kind_of: dict[str, str]) -> dict[str, list[float | Non
 
 
 def smooth(values: list[float | None]) -> list[float]:
-    """Means over the last few steps that have a value."""
+    """Average over the last few steps that have a value."""
     out: list[float] = []
     for i in range(len(values)):
         near = [v for v in values[max(0, i - WIDTH + 1) : i + 1] if v is not None]

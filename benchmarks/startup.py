@@ -20,7 +20,7 @@ VERBS = sorted(f.stem for f in (ROOT / "rolljax").glob("*.py") if "argparse" in 
 
 
 def cases() -> dict[str, tuple[list[str], float]]:
-    """What is measured: a command, and its budget in seconds."""
+    """Return the commands to measure, each with its budget in seconds."""
     found = {"import rolljax": (["-c", "import rolljax"], 0.3)}
     found |= {f"{verb} --help": (["-m", f"rolljax.{verb}", "--help"], 0.5) for verb in VERBS}
     config = ["--gin", "qwen3_0p6b_grpo_v5e_1", "--dry_run"]
@@ -28,7 +28,7 @@ def cases() -> dict[str, tuple[list[str], float]]:
 
 
 def timed(arguments: list[str]) -> float:
-    """Seconds of a command that must succeed."""
+    """Return the seconds of a command that must succeed."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT, env=env, capture_output=True)

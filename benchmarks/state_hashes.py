@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def environments(name: str) -> list[dict[str, str]]:
-    """The environment of each process of a run."""
+    """Return the environment variables of each process of a run."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     own |= {"JAX_PLATFORMS": "cpu"}
     if name != "two_processes":
@@ -66,7 +66,7 @@ def environments(name: str) -> list[dict[str, str]]:
 
 
 def run(name: str, folder: Path) -> str:
-    """The fingerprint of one run, made in `folder`."""
+    """Make one run in `folder`; return its fingerprint."""
     recipe, settings = RUNS[name]
     command = [sys.executable, "-m", "rolljax.train", "--gin", recipe]
     command += ["--run_dir", str(folder / name)]

@@ -102,13 +102,13 @@ def _how(attempts: Any) -> dict[str, Any]:
 
 
 def asked(report: Any) -> dict[str, list[float]]:
-    """The judge's numbers: mean, low, high."""
+    """Return the judge's figures: mean, low, high."""
     found = report.pairs[0]["all pairs"].estimates
     return {metric: [found[metric].mean, found[metric].low, found[metric].high] for metric in METRICS}
 
 
 def always_a() -> dict[str, list[float]]:
-    """What a server gets that answers `a2` to everything."""
+    """Return the figures of a server that answers `a2` to everything."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 

@@ -43,7 +43,7 @@ class Played:
     value_rows: np.ndarray
 
     def valued(self, values: np.ndarray) -> Played:
-        """With what critics say, whose tables are `values [M, R]`."""
+        """Return the trajectories with the values of critics, whose tables are `values [M, R]`."""
         return dataclasses.replace(self, episodes=dataclasses.replace(self.episodes, values=values[:, self.value_rows]))
 
 
@@ -59,14 +59,14 @@ class Toy(abc.ABC):
 
     @abc.abstractmethod
     def play(self, table: np.ndarray, step: int) -> Played:
-        """Trajectories of the policy whose logits are `table [R, V]`."""
+        """Return trajectories of the policy whose logits are `table [R, V]`."""
 
     @abc.abstractmethod
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
-        """How good the policy is, exactly."""
+        """Measure the quality of the policy exactly."""
 
     def start(self) -> np.ndarray:
-        """Logits of the untrained policy, `[R, V]`."""
+        """Return the logits of the untrained policy, `[R, V]`."""
         return np.zeros((self.rows, self.symbols))
 
     def played(
@@ -81,12 +81,12 @@ class Toy(abc.ABC):
         mask: np.ndarray | None = None,
         expert: np.ndarray | None = None,
     ) -> Played:
-        """Trajectories whose turns are one token long, rewarded `[N]` in their last one.
+        """Return trajectories whose turns are one token long, rewarded `[N]` in the last turn.
 
         Args:
           rows, tokens, logp: `[N, T]`; the table's row for each token, and the token's log-prob.
-          states: `[N, T]` int, what critics see before each token (None: `rows`). mask: where there is a token (None:
-            everywhere). expert: tokens that were replayed (None: none).
+          states: `[N, T]` int, the state that critics see before each token (None: `rows`).
+          mask: where there is a token (None: everywhere). expert: replayed tokens (None: none).
         """
         num, length = rows.shape
         states = rows if states is None else states
@@ -117,7 +117,7 @@ class Toy(abc.ABC):
         return Played(found, rows, tokens, states)
 
     def teacher(self) -> np.ndarray:
-        """Logits of a good policy, for algorithms that learn from one."""
+        """Return the logits of a good policy, for algorithms that learn from a teacher."""
         raise NotImplementedError(f"{type(self).__name__} has no teacher")
 
 
@@ -127,7 +127,7 @@ def log_softmax(table: np.ndarray) -> np.ndarray:
 
 
 def draw(rng: np.random.Generator, logp: np.ndarray) -> np.ndarray:
-    """One symbol for each row of log-probs `[..., V]`."""
+    """Sample one symbol for each row of log-probs `[..., V]`."""
     cumulative = np.cumsum(np.exp(logp), -1)
     chosen = (cumulative < rng.random((*logp.shape[:-1], 1)) * cumulative[..., -1:]).sum(-1)
     return np.minimum(chosen, logp.shape[-1] - 1)
@@ -144,7 +144,7 @@ def one_turn_episodes(
     step: int = 0,
     **read: np.ndarray,
 ) -> Episodes:
-    """Episodes `[N, T]` that are one answer each.
+    """Return episodes `[N, T]` that are one answer each.
 
     Args:
       groups, states: `[N]` int; the state before the answer (None: the group).
@@ -478,7 +478,7 @@ class Worth(Toy):
 
 
 def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 0.0) -> TokenBatch:
-    """What `PhaseTrainer.apply_credit` and `batch.pack` make of a step: a group to a row; `positions`: table rows."""
+    """Pack a step as `PhaseTrainer.apply_credit` and `batch.pack` do, one group per row; `positions`: table rows."""
     e = played.episodes
     mask = e.mask if credit.mask is None else credit.mask & e.mask
     keep = (np.ones(e.num, bool) if credit.keep is None else credit.keep) & mask.any(1)
@@ -541,20 +541,20 @@ def _critic_columns(algorithm: Algorithm, e: Episodes, credit: Credit, part: np.
 
 
 def read_table(table: jax.Array, batch: TokenBatch) -> PolicyOutputs:
-    """What a table `[R, V]` says about rows `[B, L]`."""
+    """Return the outputs of a table `[R, V]` for rows `[B, L]`."""
     logp = jax.nn.log_softmax(table)
     entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
     return PolicyOutputs(logp[batch.positions, batch.tokens], entropy[batch.positions])
 
 
 def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> jax.Array:
-    """As `update.policy_loss`."""
+    """Compute the loss as `update.policy_loss` does."""
     policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), read_table(table, batch))
     return masked.total(algorithm.objective(policy, clean_batch(batch, policy.logp)).loss, batch.scale)
 
 
 def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batch: TokenBatch) -> jax.Array:
-    """As `update.critic_loss`, for the table of one critic `[R]`."""
+    """Compute the loss of the table of one critic `[R]` as `update.critic_loss` does."""
     scale = algorithm.critic_scale(batch) * masked.clean(batch.required("critic_weights_C")[..., critic], batch.scale)
     batch = dataclasses.replace(batch, scale=scale)
     old = masked.clean(batch.required("old_values_C")[..., critic], scale)
@@ -565,13 +565,13 @@ def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batc
 
 @functools.partial(jax.jit, static_argnums=0)
 def policy_gradients(algorithm: Algorithm, tables: jax.Array, batch: TokenBatch) -> jax.Array:
-    """`[S, R, V]`, for batches with a leading S."""
+    """Compute gradients `[S, R, V]`, for batches with a leading S."""
     return jax.vmap(jax.grad(functools.partial(policy_loss, algorithm)))(tables, batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def critic_update(algorithm: Algorithm, steps: int, values: jax.Array, state: Any, batch: TokenBatch):
-    """One update of the critics of every seed: their tables `[S, M, R]` and the states of their optimizer."""
+    """Apply one update of the critics of every seed: their tables `[S, M, R]` and the states of their optimizer."""
     settings = algorithm.needs().critics
     assert settings is not None
     tx = settings.optimizer.build(steps * settings.epochs)
@@ -603,7 +603,7 @@ class Critics:
         return Critics(values, jax.vmap(jax.vmap(init))(jnp.float32(values)))
 
     def fitted(self, algorithm: Algorithm, steps: int, every: Sequence[Played], batch: TokenBatch) -> Critics:
-        """After all updates of a step, for the batches of all seeds."""
+        """Return the critics after all updates of a step, for the batches of all seeds."""
         settings = algorithm.needs().critics
         assert settings is not None
         where = np.stack([p.value_rows for p in every]).reshape(batch.tokens.shape).astype(np.int32)
@@ -624,7 +624,7 @@ class History:
     grad_norms: np.ndarray
 
     def steps_to(self, level: float, name: str = "success") -> np.ndarray:
-        """Steps until the measure first reaches `level`, by seed `[S]`; inf where it never does."""
+        """Return the steps until the measure first reaches `level`, by seed `[S]`; inf if it never does."""
         reached = self.measured[name] >= level
         return np.where(reached.any(1), reached.argmax(1), np.inf)
 
@@ -698,7 +698,7 @@ def train(
 def _stacked(
     algorithm: Algorithm, every: Sequence[Played], credited: Sequence[Credit], memories: Sequence[Mapping[str, float]]
 ) -> TokenBatch:
-    """The batches of all seeds, with a leading S."""
+    """Return the batches of all seeds, with a leading S."""
     batches = [
         pack(algorithm, played, credit, algorithm_state.get("kl_coef", algorithm.kl_coef))
         for played, credit, algorithm_state in zip(every, credited, memories, strict=True)
@@ -716,8 +716,8 @@ def _mean_return(e: Episodes, credit: Credit) -> float:
 def read(
     algorithm: Algorithm, toy: Toy, played: Played, table: np.ndarray, first: np.ndarray, values: np.ndarray | None
 ) -> Played:
-    """The trajectories with everything that the algorithm asks for (`PhaseTrainer.read`): the teacher is the toy's, the
-    policies of the start of the phase and of the run are `first`."""
+    """Return the trajectories with all arrays that the algorithm needs: the teacher is the toy's, the policies of the
+    start of the phase and of the run are `first`."""
     needs = algorithm.needs()
     at = lambda t: log_softmax(t)[played.rows, played.tokens]  # noqa: E731
     named = lambda name: at(first if name in ("phase_start", "run_start") else toy.teacher())  # noqa: E731

@@ -20,7 +20,7 @@ TASKS = ("spell", "guess")
 
 
 def runs(folder: Path, seed: int) -> dict[str, Path]:
-    """Each task alone, both, and the student of the first two."""
+    """Train on each task alone, on both, and a student of the first two runs."""
     of_seed = f"Recipe.seed = {seed}"
     found = {}
     for task in TASKS:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(path: Path, arms: dict[str, list[tuple[int, dict[str, float]]]]) -> None:
-    """Held-out reward over the steps, seed 0."""
+    """Plot held-out reward over the steps, seed 0."""
     import matplotlib
 
     matplotlib.use("Agg")

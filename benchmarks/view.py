@@ -97,14 +97,14 @@ class Viewer:
         self.start_s = Seconds(time.perf_counter() - began, self.processor_s())
 
     def get(self, path: str) -> tuple[Seconds, bytes]:
-        """How long it took, and the answer."""
+        """Request a path; return the time and the answer."""
         began, busy = time.perf_counter(), self.processor_s()
         with urllib.request.urlopen(self.url + path) as answer:
             data = answer.read()
         return Seconds(time.perf_counter() - began, self.processor_s() - busy), data
 
     def processor_s(self) -> float:
-        """Seconds that its threads have run."""
+        """Return the CPU seconds of the viewer's threads."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
@@ -114,7 +114,7 @@ class Viewer:
 
 
 def measure(path: Path, steps: int) -> dict[str, list[Seconds]]:
-    """Times of what people wait for, by what it is."""
+    """Time the requests that users wait for, by kind."""
     found: dict[str, list[Seconds]] = {}
     for i in range(TIMES):
         viewer, name = Viewer(path), path.name

@@ -33,7 +33,7 @@ Read = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def whole(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies the plain way."""
+    """Compute log-probs and entropies from all logits at once."""
     logits = jnp.einsum("td,vd->tv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     logp = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(logp, targets[:, None], -1)[:, 0]
@@ -44,7 +44,7 @@ WAYS: dict[str, Read] = {"whole": whole, "blocks": vocab.token_logp}
 
 
 def gradient(read: Read) -> Any:
-    """`(hidden, head, targets, weights)` to `((d_hidden, d_head), (logp, entropy))`."""
+    """Return a function from `(hidden, head, targets, weights)` to `((d_hidden, d_head), (logp, entropy))`."""
 
     def loss(hidden, head, targets, weights):
         logp, entropy = read(hidden, head, targets)
@@ -116,7 +116,7 @@ def table(devices: list[str], heads: list[str], ways: list[str]) -> list[Figure]
 
 
 def speed(tokens: int, dim: int, size: int, dtype: str, repeats: int) -> None:
-    """Seconds of both ways on this machine, alternating; the least of `repeats`, wall and processor time."""
+    """Time both ways on this machine, alternating; print the least of `repeats`, wall and CPU time."""
     rng = np.random.default_rng(0)
     args = (
         jnp.asarray(rng.normal(size=(tokens, dim)), dtype),

@@ -98,7 +98,7 @@ class Workload:
 
 
 def load(name: str, shape: Shape, seed: int = 0) -> Workload:
-    """A workload by name."""
+    """Return a workload by name."""
     rng = np.random.default_rng([seed, NAMES.index(name)])
     groups, group_size, prompt, new = {
         "fixed": (8, 8, 64, 64),
@@ -117,7 +117,7 @@ def load(name: str, shape: Shape, seed: int = 0) -> Workload:
 
 
 def weights(workload: Workload, shape: Shape, seed: int = 0) -> Params:
-    """Parameters as NumPy arrays, layers stacked: the tree and the layouts of `rolljax.model.decoder`."""
+    """Return parameters as NumPy arrays, layers stacked: the tree and the layouts of `rolljax.model.decoder`."""
     rng = np.random.default_rng([seed, 100])
     s, normal = shape, lambda *size: rng.normal(0, 0.02, size).astype(np.float32)
     one = lambda *size: np.ones(size, np.float32)  # noqa: E731
@@ -135,7 +135,7 @@ def weights(workload: Workload, shape: Shape, seed: int = 0) -> Params:
 
 
 def reference_logits(params: Params, shape: Shape, tokens: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence in plain NumPy: what every framework has to agree with."""
+    """Compute logits [T, V] of one sequence in plain NumPy, which every framework must match."""
     s, (T,) = shape, tokens.shape
     rms = lambda x, g: x / np.sqrt((x * x).mean(-1, keepdims=True) + s.eps) * g  # noqa: E731
     angle = np.arange(T)[:, None, None] * s.rope_theta ** (-np.arange(s.head_dim // 2) / (s.head_dim // 2))
@@ -180,7 +180,7 @@ def check_logps(params: Params, shape: Shape, prompt: np.ndarray, tokens: np.nda
 
 
 def replay(workload: Workload, sample: Callable[[np.ndarray, int], Sequence[Any]]) -> list[Sequence[Any]]:
-    """A rollout without a cache between turns: `sample(streams, turn)` is given the whole streams at every turn."""
+    """Roll out without a cache between turns: `sample(streams, turn)` gets the whole streams at every turn."""
     turns, streams = [], workload.rows
     for turn in range(workload.turns):
         turns.append(sample(streams, turn))
@@ -190,13 +190,13 @@ def replay(workload: Workload, sample: Callable[[np.ndarray, int], Sequence[Any]
 
 
 def replayed_tokens(workload: Workload) -> int:
-    """Tokens prefilled by `replay` when every sequence prefills its own copy of the prompt."""
+    """Return the tokens that `replay` prefills when every sequence prefills its own copy of the prompt."""
     rows, prompt = workload.rows.shape
     return sum(rows * (prompt + t * (workload.max_new + workload.appends.shape[2])) for t in range(workload.turns))
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags that all scripts have."""
+    """Return a parser with the flags that all scripts share."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--workload", required=True, choices=NAMES)
     p.add_argument("--repeat", type=int, default=5, help="rollouts that are timed")
@@ -208,7 +208,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def setup(args: argparse.Namespace) -> tuple[Shape, Workload, Params]:
-    """Shape, workload and weights that the flags ask for."""
+    """Return shape, workload and weights for the flags."""
     shape = Shape(**{k: int(v) for k, v in (x.split("=") for x in args.shape)})
     workload = load(args.workload, shape, args.seed)
     return shape, workload, weights(workload, shape, args.seed)

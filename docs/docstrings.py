@@ -47,13 +47,13 @@ def meanings_of(cls: type) -> dict[str, str]:
 
 
 def linked(text: str) -> str:
-    """Papers as links."""
+    """Replace papers by links."""
     text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
     return re.sub(r"doi (10\.\d+/[\w.]+\w)", r"[doi \1](https://doi.org/\1)", text)
 
 
 def shown(value: Any) -> str:
-    """A default as it is written in code, fields of objects only where they differ from their own defaults."""
+    """Format a default as code, with fields of objects only where they differ from their own defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
         given = [f"{f.name}={shown(v)}" for f, v in pairs if v != field_default(f)]

@@ -206,7 +206,7 @@ tests; or `Class: none: why not`."""
 
 
 def algorithm_classes() -> dict[str, list[type[Algorithm]]]:
-    """Algorithms by module, in the order of their files."""
+    """Return the algorithms by module, in the order of their files."""
     found: dict[str, list[type[Algorithm]]] = {}
     for info in pkgutil.iter_modules(algorithms.__path__):
         module = importlib.import_module(f"{algorithms.__name__}.{info.name}")
@@ -222,7 +222,7 @@ def module_of(cls: type) -> str:
 
 
 def when(cls: type[Algorithm]) -> str:
-    """When to use it, from `WHEN`.
+    """Return when to use an algorithm, from `WHEN`.
 
     Raises:
       KeyError: the entry is missing.
@@ -232,14 +232,14 @@ def when(cls: type[Algorithm]) -> str:
 
 
 def recipe_name(cls: type[Algorithm]) -> str:
-    """File in configs/algorithms: the module's name for its first class, else the class's."""
+    """Return the file name in configs/algorithms: the module's name for its first class, else the class's."""
     if algorithm_classes()[module_of(cls)][0] is cls:
         return module_of(cls)
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
 
 def papers(cls: type) -> str:
-    """Links to the papers that the docstring names."""
+    """Return links to the papers in a docstring."""
     text = " ".join(paragraphs_of(cls))
     ids = re.findall(r"arXiv \d{4}\.\d{4,5}|doi 10\.\d+/[\w.]+\w", text)
     return ", ".join(linked(i) for i in dict.fromkeys(ids)) or "none: standard practice"
@@ -277,12 +277,12 @@ def settings(cls: type[Algorithm]) -> list[str]:
 
 
 def _depth(cls: type, name: str) -> int:
-    """How far up in its bases a field is declared."""
+    """Return how many bases up a field is declared."""
     return next(i for i, base in enumerate(cls.__mro__) if name in inspect.get_annotations(base))
 
 
 def at_a_glance(cls: type[Algorithm]) -> str:
-    """Who acts, how losses are summed, and what else has to be computed."""
+    """Describe who acts, how losses are summed, and what else is computed."""
     algorithm = example(cls)
     needs = algorithm.needs()
     learns = {"reference": "the environment's answers", "sampler": "its own answers", "pairs": "recorded pairs"}[
@@ -314,7 +314,7 @@ ADVANTAGES, RATIOS, MARGINS = (1.0, -1.0), (0.5, 0.95, 1.05, 1.5), (-10.0, 0.0, 
 
 
 def example(cls: type[Algorithm]) -> Algorithm:
-    """With its defaults, and a teacher where there must be one."""
+    """Return an algorithm with its defaults, and with a teacher if it needs one."""
     if cls is Distill:
         return Distill(teacher="phase_start")
     if cls is Opd:
@@ -323,7 +323,7 @@ def example(cls: type[Algorithm]) -> Algorithm:
 
 
 def batch_of(shape: tuple[int, int], **arrays: jax.Array) -> TokenBatch:
-    """Rows in which every token counts; a row is one sequence and one segment."""
+    """Return rows in which every token counts; a row is one sequence and one segment."""
     zeros, ones = jnp.zeros(shape, jnp.int32), jnp.ones(shape, jnp.int32)
     names = {f.name: None for f in dataclasses.fields(TokenBatch)}
     scalars = dict.fromkeys(("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef"), jnp.float32(1))
@@ -337,7 +337,7 @@ def batch_of(shape: tuple[int, int], **arrays: jax.Array) -> TokenBatch:
 
 
 def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
-    """-d loss / d logp of the only token of a trajectory, by (advantage, ratio to the anchor)."""
+    """Return -d loss / d logp of the only token of a trajectory, by (advantage, ratio to the anchor)."""
     cases = [(a, r) for a in ADVANTAGES for r in RATIOS]
     a, r = (jnp.float32(x)[:, None] for x in zip(*cases, strict=True))
     logp = jnp.full(a.shape, -2.0)
@@ -351,8 +351,8 @@ def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
 
 
 def pair_coefficients(algorithm: Dpo) -> dict[float, tuple[float, float]]:
-    """-d loss / d logp of the chosen and of the rejected answer (one token each), by how much likelier than under the
-    reference the chosen one has become, more than the rejected one, in nats."""
+    """Return -d loss / d logp of the chosen and of the rejected answer (one token each) by the margin, in nats: the
+    gain of the chosen answer on the reference minus that of the rejected one."""
     found = {}
     for margin in MARGINS:
         logp = jnp.float32([[margin / 2 - 9, -margin / 2 - 9]])
@@ -367,7 +367,7 @@ def pair_coefficients(algorithm: Dpo) -> dict[float, tuple[float, float]]:
 
 
 def score_coefficients(algorithm: RewardModel) -> dict[float, tuple[float, float]]:
-    """-d loss / d score of the better and of the worse answer, by the difference of their scores."""
+    """Return -d loss / d score of the better and of the worse answer, by the difference of their scores."""
     found = {}
     for margin in (-2.0, 0.0, 2.0):
         values, signs = jnp.float32([[margin / 2, -margin / 2]]), jnp.float32([[1, -1]])
@@ -384,7 +384,7 @@ def number(x: float) -> str:
 
 
 def gradient(cls: type[Algorithm]) -> list[str]:
-    """What the objective does to log-probs, as a table."""
+    """Return the objective's gradient of log-probs as a table."""
     algorithm = example(cls)
     if isinstance(algorithm, Dpo):
         table = pair_coefficients(algorithm)
@@ -445,7 +445,7 @@ def recipe(cls: type[Algorithm]) -> list[str]:
 
 
 def figure(cls: type[Algorithm], measured: Collection[str]) -> list[str]:
-    """The learning curve, where one was measured."""
+    """Return the learning curve, if one was measured."""
     if bench_name(cls) not in measured:
         return []
     text = "Success on a bandit, with samples from the newest policy and from older ones; [how it is measured]"
@@ -454,7 +454,7 @@ def figure(cls: type[Algorithm], measured: Collection[str]) -> list[str]:
 
 
 def bench_name(cls: type[Algorithm]) -> str:
-    """What `benchmarks/algorithms.py` calls it."""
+    """Return the name of an algorithm in `benchmarks/algorithms.py`."""
     return f"{module_of(cls)}.{cls.__name__}"
 
 
@@ -474,12 +474,12 @@ def page(module: types.ModuleType, classes: list[type[Algorithm]], measured: Col
 
 
 def paper_of(cls: type[Algorithm]) -> Mapping[str, Stated]:
-    """What the class itself says of its paper; what its bases say is about theirs."""
+    """Return the class's own statements about its paper, without those of its bases."""
     return vars(cls).get("paper", {})
 
 
 def oracles(cls: type[Algorithm]) -> list[tuple[str, str]]:
-    """Tests against something from outside, and what that is; `none` and why, if there is none.
+    """Return tests against an external reference, and that reference; `none` and the reason if there is none.
 
     Raises:
       KeyError: the entry is missing.
@@ -548,7 +548,7 @@ def index() -> str:
 
 
 def measured_in(curves: Path) -> set[str]:
-    """Algorithms of which `benchmarks/algorithms.py` has written learning curves."""
+    """Return the algorithms with learning curves by `benchmarks/algorithms.py`."""
     data = json.loads(curves.read_text()) if curves.is_file() else {}
     return {name.partition("|")[0] for name in data.get("bandit", {})}
 

@@ -101,23 +101,23 @@ PARTS = """
 
 
 def named_in_code() -> set[str]:
-    """Numbers of the papers that a file of the package names."""
+    """Return the numbers of the papers that a file of the package names."""
     texts = (p.read_text() for p in PACKAGE.rglob("*.py"))
     return {number for text in texts for number in re.findall(r"arXiv[: ](\d{4}\.\d{4,5})", text)}
 
 
 def number_of(text: str) -> list[str]:
-    """Numbers of papers in a text, in their order."""
+    """Return the numbers of papers in a text, in order."""
     return re.findall(r"arXiv (\d{4}\.\d{4,5})", text)
 
 
 def linked(number: str, name: str) -> str:
-    """A paper's name, which leads to it."""
+    """Return a paper's name as a link."""
     return f"[{name}](https://arxiv.org/abs/{number})"
 
 
 def algorithm_rows() -> list[str]:
-    """A row for each algorithm, in the order of its files."""
+    """Return a row for each algorithm, in the order of its files."""
     names = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
     measured, rows = measured_in(CURVES), []
     for classes in algorithm_classes().values():
@@ -133,7 +133,7 @@ def algorithm_rows() -> list[str]:
 
 
 def part_rows() -> list[str]:
-    """A row for each paper of something else."""
+    """Return a row for each paper that is no algorithm."""
     rows = []
     for line in PARTS.strip().splitlines():
         number, name, what, setting, config, figure = (cell.strip() for cell in line.split("|"))

@@ -104,7 +104,7 @@ def derived(cls: type) -> Iterator[type]:
 
 
 def ours_in(annotation: Any) -> Iterator[type]:
-    """The classes of ours that an annotation names, at any depth."""
+    """Yield our classes in an annotation, at any depth."""
     if isinstance(annotation, type) and annotation.__module__.startswith("rolljax."):
         yield annotation
     for arg in typing.get_args(annotation):
@@ -112,7 +112,7 @@ def ours_in(annotation: Any) -> Iterator[type]:
 
 
 def _named_by(cls: type) -> list[type]:
-    """What the fields of a class may hold."""
+    """Return the classes that the fields of a class may hold."""
     if not is_config(cls):
         return []
     named = [c for annotation in check.hints(cls).values() for c in ours_in(annotation)]
@@ -128,7 +128,7 @@ def setting_classes() -> list[type]:
 
 
 def _place(cls: type) -> tuple[Any, ...]:
-    """Roots and bases before what hangs on them."""
+    """Return the sort key of a class: roots and bases come before the classes that depend on them."""
     return (
         list(GROUPS).index(group_of(cls)),
         cls not in ROOTS,
@@ -165,7 +165,7 @@ def page_of(cls: type) -> str:
 
 
 def type_text(annotation: Any, known: set[type]) -> str:
-    """An annotation as a user would say it; classes that have settings are links."""
+    """Format an annotation for users; classes that have settings are links."""
     text = cell(check.describe(annotation))
     for cls in {c for c in ours_in(annotation) if c in known or c in FAMILIES}:
         text = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}]({page_of(cls)})", text)
@@ -173,29 +173,29 @@ def type_text(annotation: Any, known: set[type]) -> str:
 
 
 def own_fields(cls: type, known: set[type]) -> list[dataclasses.Field]:
-    """Fields that a class declares, or that no base with a section of its own has."""
+    """Return the fields that a class declares, or that no base with its own section has."""
     declared = inspect.get_annotations(cls)
     return [f for name, f in fields(cls).items() if name in declared or not _base_with(cls, name, known)]
 
 
 def _base_with(cls: type, name: str, known: set[type]) -> type | None:
-    """The nearest base with a section of its own that has this field."""
+    """Return the nearest base with its own section that has this field."""
     return next((b for b in cls.__mro__[1:] if b in known and name in fields(b)), None)
 
 
 def paged(text: str) -> str:
-    """Pages of the docs as links."""
+    """Replace pages of the docs by links."""
     return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """A default as it is written in code."""
+    """Format a default as code."""
     default = field_default(field)
     return "required" if default is dataclasses.MISSING else f"`{cell(shown(default))}`"
 
 
 def section(cls: type, known: set[type]) -> list[str]:
-    """What a class is, and its settings."""
+    """Describe a class and its settings."""
     meanings, hints = meanings_of(cls), check.hints(cls)
     lines = ["", f"### {cls.__name__}", "", f"`{cls.__module__}.{cls.__name__}`", ""]
     if prose := paragraphs_of(cls):

@@ -89,7 +89,8 @@ def site_path(path: str) -> str:
 
 
 def target(page: str, link: str) -> str | None:
-    """The file of the repository that a link on a page of the site leads to; None for what is elsewhere or here."""
+    """Return the file of the repository that a link on a page of the site leads to; None for links elsewhere or within
+    the page."""
     path = link.partition("#")[0]
     if not path or re.match(r"[a-z]+:", link):
         return None
@@ -110,7 +111,7 @@ def relinked(page: str, text: str) -> str:
 
 
 def links(text: str) -> list[str]:
-    """What a page links to."""
+    """Return the targets of a page's links."""
     return [m[2] for m in LINK.finditer(FENCE.sub("", text))]
 
 
@@ -155,7 +156,8 @@ def api_page(room: str, names: list[str]) -> str:
 
 
 def as_markdown(page: str, text: str) -> str:
-    """A page as the site's Markdown has it, which knows no gin, and tables and fences by stricter rules than GitHub."""
+    """Convert a page to the site's Markdown, which does not know gin and is stricter than GitHub about tables and
+    fences."""
     text = re.sub(r"\A<!--.*?-->\s*", "", text)  # a page's title is its first line
     if not text.startswith("#"):
         text = f"# {Path(page).stem.capitalize()}\n\n{text}"

@@ -24,15 +24,15 @@ SIZE = {"width": 1180, "height": 740}
 
 
 def mixed_step(run: ViewedRun, share: float) -> int:
-    """The step with rollouts whose reward is nearest to a share of the highest."""
+    """Return the step with rollouts whose reward is nearest to a fraction of the highest."""
     rows = [r for r in run.rows(0)[1] if r["phase"] == "rl"]
     most = max(r["reward/mean"] for r in rows)
     return int(min(rows, key=lambda r: abs(r["reward/mean"] - share * most))["step"])
 
 
 def solved_in_turns(run: ViewedRun, step: int) -> int:
-    """The line of a trajectory that solved its task, of as many turns as possible up to five, in a group that others
-    failed in."""
+    """Return the line of a trajectory that solved its task in as many turns as possible up to five, in a group with
+    failures."""
     groups = answers.step(run, step, Filter())["groups"]
     found = [t for g in groups if g["spread"] > 0 for t in g["trajectories"] if t["success"]]
     return int(max(found, key=lambda t: t["turns"] if t["turns"] <= 5 else 0)["line"])

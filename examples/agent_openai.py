@@ -21,7 +21,7 @@ MAX_CALLS = 1
 
 
 def calc(left: int, operator: str, right: int) -> int:
-    """The tool."""
+    """Compute the tool's result."""
     return {"+": left + right, "-": left - right, "*": left * right}[operator]
 
 

@@ -109,7 +109,7 @@ class Row(NamedTuple):
 
 
 def log_probs(params, row, temperature=1.0):
-    """Log-prob of each token of packed rows `[B, T]`, scored by the hidden state of the token before it."""
+    """Compute the log-prob of each token of packed rows `[B, T]`, from the hidden state of the token before it."""
     decoder = MODEL.bind(params)
     hidden = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids, row.positions)).hidden
     before = jnp.take_along_axis(hidden, row.prev[..., None], axis=1)
@@ -131,8 +131,11 @@ def grpo_loss(params, row):
 
 
 def make_update(loss_fn, tx):
-    """One optimizer update from all micro-batches. A token's scale is its share of the whole update (here one over the
-    number of tokens in it), so that micro-batches simply add up."""
+    """Return a function that makes one optimizer update from all micro-batches.
+
+    A token's scale is its share of the whole update (here one over the number of tokens in it), so that micro-batches
+    simply add up.
+    """
     grad_fn = jax.jit(jax.value_and_grad(loss_fn))
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     step = jax.jit(lambda g, o, p: tx.update(g, o, p))
@@ -210,7 +213,7 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
 
 
 def one_sample(prompt, answer, logp, advantage):
-    """Prompt and answer as one training sequence. Columns say something about each token of the answer; all of them
+    """Return prompt and answer as one training sequence. Each column has a value per token of the answer; all tokens
     count, and all have the answer's advantage."""
     n = len(answer)
     columns = {"mask": np.ones(n, bool), "sampler_logp": logp, "advantages": np.full(n, advantage)}

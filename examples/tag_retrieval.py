@@ -47,7 +47,8 @@ class Log:
 
     @staticmethod
     def of(users: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]], predicted: Sequence[str]) -> Log:
-        """Users and items as `rolljax.recipes.recgpt.users` makes them, with the tag predicted for each user."""
+        """Build the log from the users and items of `rolljax.recipes.recgpt.users`, with the tag predicted for each
+        user."""
         number = {item["id"]: i for i, item in enumerate(items)}
         tag_names = sorted({item["tags"][0] for item in items})
         categories = sorted({item["category"] for item in items})
@@ -61,7 +62,7 @@ class Log:
 
 
 def start(cfg: Retrieval, log: Log, seed: int) -> Towers:
-    """Embeddings of items and tags, normal around 0; one row of tags more than there are, for tags nobody knows."""
+    """Initialise the embeddings of items and tags, normal around 0; one extra row of tags for unknown ones."""
     keys = jax.random.split(jax.random.key(seed), 3)
     num_items, num_tags = len(log.item_tag), int(log.item_tag.max()) + 2
     shapes = {"user_of_item": num_items, "item": num_items, "tag": num_tags}
@@ -69,31 +70,33 @@ def start(cfg: Retrieval, log: Log, seed: int) -> Towers:
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """Vectors of length 1."""
+    """Scale vectors to length 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True).clip(1e-6)
 
 
 def user_tower(towers: Towers, history: jax.Array) -> jax.Array:
-    """`h_u [users, dim]`: the mean of what the user touched."""
+    """Return `h_u [users, dim]`: the mean of the items that the user touched."""
     return unit(towers["user_of_item"][history].mean(1))
 
 
 def item_tower(towers: Towers, items: jax.Array, item_tag: jax.Array) -> jax.Array:
-    """`h_v [items, dim]`: the item and its tag."""
+    """Return `h_v [items, dim]`: the item and its tag."""
     return unit(towers["item"][items] + towers["tag"][item_tag[items]])
 
 
 def tag_tower(towers: Towers, tags: jax.Array) -> jax.Array:
-    """`h_t [users, dim]`."""
+    """Return `h_t [users, dim]`."""
     return unit(towers["tag"][tags])
 
 
 def losses(
     h_u: jax.Array, h_t: jax.Array, h_v: jax.Array, categories: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`L_col`, `L_tag` and `L_cate` of a batch whose row i has item i for its positive, all `[batch, dim]`: softmax
-    cross-entropy of users and of tags against the batch's items; and of tags against all items of the positive's
-    category."""
+    """Compute `L_col`, `L_tag` and `L_cate` of a batch whose row i has item i as its positive, all `[batch, dim]`.
+
+    The first two are the softmax cross-entropy of users and of tags against the batch's items, the third that of tags
+    against all items of the positive's category.
+    """
     by_user = jax.nn.log_softmax(h_u @ h_v.T / TEMPERATURE)
     by_tag = jax.nn.log_softmax(h_t @ h_v.T / TEMPERATURE)
     alike = categories[:, None] == categories[None]
@@ -102,7 +105,7 @@ def losses(
 
 
 def loss(towers: Towers, batch: Mapping[str, jax.Array], alpha: float) -> jax.Array:
-    """`L_col + alpha L_tag + (1 - alpha) L_cate`."""
+    """Compute `L_col + alpha L_tag + (1 - alpha) L_cate`."""
     h_v = item_tower(towers, batch["target"], batch["item_tag"])
     col, tag, cate = losses(
         user_tower(towers, batch["history"]),
@@ -114,7 +117,7 @@ def loss(towers: Towers, batch: Mapping[str, jax.Array], alpha: float) -> jax.Ar
 
 
 def train(cfg: Retrieval, log: Log, seed: int = 0) -> Towers:
-    """Towers fitted to the targets of a log's users."""
+    """Fit towers to the targets of a log's users."""
     towers, optimizer = start(cfg, log, seed), optax.adam(cfg.lr)
     state = optimizer.init(towers)
     fixed = {"item_tag": jnp.array(log.item_tag), "item_category": jnp.array(log.item_category)}
@@ -134,12 +137,13 @@ def train(cfg: Retrieval, log: Log, seed: int = 0) -> Towers:
 
 
 def fused(y_col: Any, y_sem: Any, beta: float) -> Any:
-    """`beta y_col + (1 - beta) y_sem`."""
+    """Compute `beta y_col + (1 - beta) y_sem`."""
     return beta * y_col + (1 - beta) * y_sem
 
 
 def ranks(towers: Towers, log: Log, beta: float) -> np.ndarray:
-    """Of each user's target among all items, from 1, `[users]`; an item ranks behind those with the same score."""
+    """Return the rank of each user's target among all items, from 1, `[users]`; an item ranks after those with the same
+    score."""
     h_v = item_tower(towers, jnp.arange(len(log.item_tag)), jnp.array(log.item_tag))
     y_col = user_tower(towers, jnp.array(log.history)) @ h_v.T
     y_sem = tag_tower(towers, jnp.array(log.tags)) @ h_v.T

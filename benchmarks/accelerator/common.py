@@ -62,7 +62,7 @@ PLANNED = GPUS[1]
 
 
 def peaks_of(kind: str) -> Peaks | None:
-    """The peaks of a device by the name that JAX gives it; None where they are not known, as of CPUs."""
+    """Return the peaks of a device by JAX's name for it; None if they are unknown, as for CPUs."""
     from rolljax.aot.chips import CHIPS
 
     if kind in TPUS:
@@ -114,7 +114,7 @@ class Piece:
         print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
 
     def has_time(self, row: dict[str, Any], needs_s: float) -> bool:
-        """Whether about `needs_s` seconds are left until the limit; if not, record `row` as left out."""
+        """Return whether about `needs_s` seconds are left until the limit; if not, record `row` as left out."""
         if self.left_s >= needs_s:
             return True
         self.record(row | {"failed": f"left out: about {needs_s:.0f} s needed, {self.left_s:.0f} s left"})
@@ -152,7 +152,7 @@ def _short(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
+    """Return the versions of Python and of the installed packages."""
     found = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
 
 
 def is_done(path: Path, *, tiny: bool) -> bool:
-    """Whether a file holds a piece that came to its end, with sizes of that kind."""
+    """Return whether a file holds a complete piece with sizes of that kind."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -241,7 +241,7 @@ def timed(call: Callable[[], Any], *, repeats: int, least_s: float = 0.0) -> Tim
 
 
 def memory_peak_gib() -> float | None:
-    """Most device memory that this process has used, GiB; None where the device does not say."""
+    """Return the peak device memory of this process, GiB; None if the device does not report it."""
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}
@@ -253,7 +253,7 @@ def memory_peak_gib() -> float | None:
 
 
 def shapes(tiny: bool) -> dict[str, Any]:
-    """Qwen3's shapes by size; of a dry run one tiny shape in their place."""
+    """Return Qwen3's shapes by size; for a dry run one tiny shape instead."""
     from rolljax.model.families.qwen3 import Qwen3Config
 
     if tiny:
@@ -267,7 +267,7 @@ def shapes(tiny: bool) -> dict[str, Any]:
 
 
 def one_device_mesh() -> Any:
-    """The mesh of the first device."""
+    """Return the mesh of the first device."""
     import jax
 
     from rolljax.trainer.mesh import MeshSpec
@@ -276,11 +276,10 @@ def one_device_mesh() -> Any:
 
 
 def random_weights(model: Any, *, seed: int = 0, computed: bool = True) -> Any:
-    """Random weights of a plain decoder, leaf by leaf, so that no second copy is ever in memory.
+    """Make random weights of a plain decoder, leaf by leaf, so that no second copy is ever in memory.
 
     Args:
-      computed: matrices in the model's compute dtype, as the sampler takes them; False: all float32, as the trainer
-        does.
+      computed: matrices in the model's compute dtype, as in the sampler; False: all float32, as in the trainer.
     """
     import jax
     import jax.numpy as jnp
@@ -302,8 +301,8 @@ def random_weights(model: Any, *, seed: int = 0, computed: bool = True) -> Any:
 
 
 def weight_bytes(model: Any) -> float:
-    """Bytes of the weights that a decode step reads: all matrices in the compute dtype, of an embedding that is not the
-    output matrix nothing."""
+    """Return the bytes of the weights that a decode step reads: all matrices in the compute dtype, without an embedding
+    that is not the output matrix."""
     import jax.numpy as jnp
 
     from rolljax.aot.programs import matmul_params
@@ -312,7 +311,7 @@ def weight_bytes(model: Any) -> float:
 
 
 def kv_bytes(model: Any) -> float:
-    """Bytes of the keys and values of one token, all layers."""
+    """Return the bytes of the keys and values of one token, all layers."""
     import jax.numpy as jnp
 
     cfg = model.cfg

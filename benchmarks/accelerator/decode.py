@@ -40,7 +40,7 @@ SLACK = 0.5
 
 
 def sizes(tiny: bool) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]:
-    """Batches, context, decode steps of a dispatch, chunks."""
+    """Return batches, context, decode steps of a dispatch, chunks."""
     return ((4,), 32, 4, (64,)) if tiny else (BATCHES, CONTEXT, STEPS, CHUNKS)
 
 
@@ -60,7 +60,7 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
 
 
 def random_pool(pool: Any, dtype: str) -> Any:
-    """A KV pool of that shape and type with random contents. dtype: what its bits mean."""
+    """Return a KV pool of that shape and type with random contents. dtype: type of its numbers."""
     import jax
     import jax.numpy as jnp
 

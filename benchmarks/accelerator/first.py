@@ -67,7 +67,7 @@ def body(piece: Piece) -> None:
 
 
 def matmul_figures(size: int, peaks: Peaks | None) -> dict[str, Any]:
-    """The rate of one matrix product of random bfloat16 numbers."""
+    """Measure the rate of one matrix product of random bfloat16 numbers."""
     import jax
     import jax.numpy as jnp
 
@@ -79,7 +79,7 @@ def matmul_figures(size: int, peaks: Peaks | None) -> dict[str, Any]:
 
 
 def copy_figures(size: int, peaks: Peaks | None) -> dict[str, Any]:
-    """The rate of reading and writing `size` bytes of random numbers."""
+    """Measure the rate of reading and writing `size` bytes of random numbers."""
     import jax
     import jax.numpy as jnp
 

@@ -50,7 +50,7 @@ class Backward(EnvSpec):
     seed: int = 0
 
     def word(self, index: int) -> str:
-        """The word of a task."""
+        """Return the word of a task."""
         rng = random.Random(self.seed * 1_000_003 + index)
         return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.letters))
 
@@ -92,7 +92,7 @@ class BackwardEnv(PureEnv):
 
 
 def recipe(ratio: float, seed: int, *, tiny: bool) -> Any:
-    """The quickstart's recipe (configs/quickstart.gin), with this task."""
+    """Return the quickstart's recipe (configs/quickstart.gin) with this task."""
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.recipe import Evaluation, Phase, Recipe
     from rolljax.sampler.settings import SamplerConfig
@@ -140,9 +140,9 @@ def recipe(ratio: float, seed: int, *, tiny: bool) -> Any:
 
 
 def figures(rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
-    """What a run says about learning and speed, from its rows of metrics and its summary.
+    """Compute figures of learning and speed from a run's rows of metrics and its summary.
 
-    The first step compiles. Times and rates are medians over the other steps, shares are shares of all their time.
+    The first step compiles. Times and rates are medians over the other steps, fractions are relative to all their time.
     """
     rl = [row for row in rows if row["phase"] == "rl"]
     rest = rl[1:]
@@ -167,7 +167,8 @@ def figures(rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str
 
 
 def curve(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out reward by step of the phase `rl`, and the mean reward of the samples since the point before."""
+    """Return the held-out reward by step of the phase `rl`, and the mean reward of the samples since the previous
+    point."""
     points, since = [], []
     for row in rows:
         if row["phase"] != "rl":
@@ -186,7 +187,7 @@ def curve(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def estimate(tiny: bool, peaks: Peaks) -> float:
-    """The model has 115,000 parameters: the host's part of a step takes the time, not the device's peaks."""
+    """Estimate the seconds. The model has 115,000 parameters: host work dominates a step, not the device's peaks."""
     if tiny:
         return 20.0
     run_s = RUN_S + WARM_STEPS / 2 * STEP_S["warm_start"] + RL_STEPS * STEP_S["rl"]

@@ -172,7 +172,7 @@ def attention_errors(piece: Piece) -> None:
 
 
 def attention_speed(piece: Piece) -> None:
-    """Seconds of one layer, forward and backward, one row."""
+    """Time one layer, forward and backward, one row."""
     from rolljax.errors import ConfigError
     from rolljax.model import attention
     from rolljax.model.axes import on_mesh
@@ -235,7 +235,7 @@ def paths(piece: Piece, row: dict[str, Any], model: Any, rows: int, width: int, 
 
 
 def paged_errors(piece: Piece) -> None:
-    """One decode step of rows of several lengths, over pages that a prefill has written."""
+    """Check one decode step of rows of several lengths, over pages that a prefill has written."""
     import jax
     import jax.numpy as jnp
 
@@ -273,7 +273,7 @@ def paged_errors(piece: Piece) -> None:
 
 
 def paged_speed(piece: Piece) -> None:
-    """Seconds of a decode step's attention in one layer, of a dispatch of 8 steps, copies included."""
+    """Time a decode step's attention in one layer, in a dispatch of 8 steps, copies included."""
     import jax
     import jax.numpy as jnp
 
@@ -326,7 +326,7 @@ def paged_speed(piece: Piece) -> None:
 
 
 def vocabulary_errors(piece: Piece) -> None:
-    """Log-probs and entropies without all logits at once: values, and gradients of hidden states and head."""
+    """Check log-probs and entropies without all logits at once: values, and gradients of hidden states and head."""
     import jax
     import jax.numpy as jnp
 
@@ -359,7 +359,7 @@ def vocabulary_errors(piece: Piece) -> None:
 
 
 def expert_errors(piece: Piece) -> None:
-    """A mixture of experts: output, and gradients of tokens, weights of the choices, and experts."""
+    """Check a mixture of experts: output, and gradients of tokens, weights of the choices, and experts."""
     import jax
     import jax.numpy as jnp
 

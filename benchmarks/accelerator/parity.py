@@ -23,7 +23,7 @@ COMPILE_S = 60.0
 
 
 def sizes(tiny: bool) -> tuple[int, int, int, int]:
-    """Answers, tokens of a prompt, of an answer, and of a greedy answer."""
+    """Return the number of answers, and the tokens of a prompt, of an answer, and of a greedy answer."""
     return (2, 16, 16, 24) if tiny else (32, 64, 256, 512)
 
 
@@ -51,7 +51,7 @@ def body(piece: Piece) -> None:
 
 
 def sample(model: Any, params: Any, prompts: Any, answer: int, temperature: float) -> tuple[list[Any], Any]:
-    """Answers by the sampler, and its engine."""
+    """Return the sampler's answers and its engine."""
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
@@ -81,7 +81,7 @@ def random_prompts(model: Any, num: int, length: int) -> Any:
 
 
 def gap_figures(model: Any, params: Any, num: int, prompt: int, answer: int) -> dict[str, Any]:
-    """Log-probs of sampled tokens by the sampler and by the trainer."""
+    """Compare the log-probs of sampled tokens between sampler and trainer."""
     import numpy as np
 
     from rolljax.trainer.batch import PackShape, Sample, pack
@@ -111,7 +111,7 @@ def gap_figures(model: Any, params: Any, num: int, prompt: int, answer: int) -> 
 
 
 def greedy_figures(model: Any, params: Any, num: int, prompt: int, answer: int) -> dict[str, Any]:
-    """Greedy tokens by the sampler, and what the plain decoder says of them."""
+    """Compare the sampler's greedy tokens with the plain decoder's."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -124,7 +124,7 @@ def greedy_figures(model: Any, params: Any, num: int, prompt: int, answer: int) 
 
     @jax.jit
     def plain(params: Any, tokens_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The plain decoder's choice after each token, and by how much it is likelier to it than what follows."""
+        """Return the plain decoder's choice after each token, and its log-prob minus that of the actual next token."""
         decoder, T = model.bind(params), len(tokens_T)
         same, positions = jnp.ones((1, T), jnp.int32), jnp.arange(T)[None]
         hidden = decoder(tokens_T[None], positions, packed(same, same, positions, "xla")).hidden[0, prompt - 1 : -1]

@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]
 
 
 def read(folder: Path) -> dict[str, Content]:
-    """The pieces in a folder, in the order of `PIECES`."""
+    """Read the pieces in a folder, in the order of `PIECES`."""
     paths = {name: folder / f"{name}.json" for name in PIECES}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
@@ -37,13 +37,13 @@ def read(folder: Path) -> dict[str, Content]:
 
 
 def best(rows: Rows, name: str, choose: Callable[[Any], float], **where: Any) -> float | None:
-    """The largest or smallest figure of that name, of rows with these fields."""
+    """Return the largest or smallest figure of that name among rows with these fields."""
     found = [row[name] for row in rows if name in row and all(row.get(k) == v for k, v in where.items())]
     return choose(found) if found else None
 
 
 def goals(pieces: Mapping[str, Content]) -> list[tuple[str, float | None, bool]]:
-    """What we want of a device: the goal, the figure (None: not measured), whether it is reached."""
+    """Return each goal for a device, its figure (None: not measured), and whether it is reached."""
     rows = {name: pieces[name]["figures"] if name in pieces else [] for name in PIECES}
     wanted: list[tuple[str, float | None, Callable[[float], bool]]] = [
         ("decode: at least .60 of the memory roofline", best(rows["decode"], "of_roofline", max), lambda x: x >= 0.6),
@@ -63,7 +63,7 @@ def goals(pieces: Mapping[str, Content]) -> list[tuple[str, float | None, bool]]
 
 
 def cell(value: Any) -> str:
-    """A figure as a table shows it."""
+    """Format a figure for a table."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -74,7 +74,7 @@ def cell(value: Any) -> str:
 
 
 def table(rows: Rows) -> str:
-    """Rows with the same kind of figures as one Markdown table; failures last."""
+    """Format rows with the same kind of figures as one Markdown table; failures last."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
     names += ["failed"] if any("failed" in row for row in rows) else []
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
@@ -83,7 +83,7 @@ def table(rows: Rows) -> str:
 
 
 def report(pieces: Mapping[str, Content], level: str) -> str:
-    """All tables of one device. level: the `#` of the headings."""
+    """Return all tables of one device. level: the `#` of the headings."""
     parts = ["| goal | measured | reached |\n|---|---|---|"]
     parts[0] += "".join(
         f"\n| {goal} | {'not measured' if value is None else cell(value)} | {'yes' if reached else 'no'} |"
@@ -102,7 +102,7 @@ def report(pieces: Mapping[str, Content], level: str) -> str:
 
 
 def estimates() -> str:
-    """The table of estimated seconds, by piece and card."""
+    """Return the table of estimated seconds, by piece and card."""
     lines = [
         f"| piece | what it measures | {' | '.join(f'{gpu.name}, s' for gpu in GPUS)} |",
         "|---" * (2 + len(GPUS)) + "|",
@@ -114,7 +114,7 @@ def estimates() -> str:
 
 
 def page() -> str:
-    """docs/accelerators.md."""
+    """Return the text of docs/accelerators.md."""
     folders = sorted(path for path in RESULTS.iterdir() if path.is_dir()) if RESULTS.exists() else []
     text = (HERE / "page.md").read_text().replace("{limit}", f"{LIMIT_S / 60:.0f}").replace("{estimates}", estimates())
     found = "\n\n".join(f"## {folder.name}\n\n{report(read(folder), '###')}" for folder in folders)

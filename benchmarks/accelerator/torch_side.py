@@ -28,7 +28,7 @@ CHILD_S = 150.0
 
 
 def work(tiny: bool) -> list[dict[str, Any]]:
-    """The rows: what both sides are asked for."""
+    """Return the rows that both sides measure."""
     if tiny:
         return [
             {"what": "decode", "shape": "tiny", "batch": 4, "context": 32, "steps": 4},
@@ -78,7 +78,7 @@ def body(piece: Piece) -> None:
 
 
 def child(asked: dict[str, Any]) -> dict[str, Any]:
-    """Torch's figures for a row.
+    """Measure a row with torch in another process.
 
     Raises:
       RuntimeError: its process failed; TimeoutExpired: it took too long.
@@ -92,7 +92,7 @@ def child(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def torch_model(asked: dict[str, Any], dtype: Any) -> Any:
-    """transformers' model of that shape with random weights."""
+    """Return transformers' model of that shape with random weights."""
     import torch
     import transformers
 
@@ -114,7 +114,7 @@ def torch_model(asked: dict[str, Any], dtype: Any) -> Any:
 
 
 def seconds(call: Any, repeats: int) -> float:
-    """The median time of a call after the first two, on the device."""
+    """Return the median time of a call after the first two, on the device."""
     import statistics
 
     import torch
@@ -131,7 +131,7 @@ def seconds(call: Any, repeats: int) -> float:
 
 
 def torch_decode(asked: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second of decode steps: generations of two lengths, so that prefill and set-up cancel."""
+    """Return tokens per second of decode steps: generations of two lengths, so that prefill and set-up cancel."""
     import torch
 
     model = torch_model(asked, torch.bfloat16).eval()
@@ -151,7 +151,8 @@ def torch_decode(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def torch_update(asked: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second of updates: a weighted sum of log-probs, its gradients, AdamW; with gradient checkpointing."""
+    """Return tokens per second of updates: a weighted sum of log-probs, its gradients, AdamW; with gradient
+    checkpointing."""
     import torch
 
     model = torch_model(asked, torch.float32).train()

@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def work(tiny: bool) -> list[Work]:
-    """What is measured, the most important first."""
+    """Return the cases to measure, the most important first."""
     if tiny:
         return [Work("tiny", 64, 2, "full"), Work("tiny", 64, 2, "none", "cudnn")]
     return [
@@ -59,7 +59,7 @@ def work(tiny: bool) -> list[Work]:
 
 
 def flops(model: Any, length: int, rows: int) -> float:
-    """Of one update: forward and backward over causal rows."""
+    """Return the flops of one update: forward and backward over causal rows."""
     from rolljax.aot.programs import attention_flops, matmul_params
 
     tokens = length * rows
@@ -77,7 +77,7 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
 
 
 def fitting(shape: Any, peaks: Peaks | None) -> Any:
-    """The shape, with fewer layers where its training state does not fit."""
+    """Return the shape, with fewer layers if its training state does not fit."""
     from rolljax.model.decoder import Model
 
     while peaks and shape.num_layers > 1:
@@ -88,7 +88,7 @@ def fitting(shape: Any, peaks: Peaks | None) -> Any:
 
 
 def kernel(shape: Any, length: int) -> str:
-    """The first of `KERNELS` that can compute rows of `length` tokens here, in bfloat16."""
+    """Return the first of `KERNELS` that can compute rows of `length` tokens here, in bfloat16."""
     import jax.numpy as jnp
 
     from rolljax.model.implementations import Case, why_not
@@ -98,7 +98,7 @@ def kernel(shape: Any, length: int) -> str:
 
 
 def make_trainer(shape: Any, length: int, rows: int, remat: str, attention: str = "kernel") -> Any:
-    """A phase of GRPO with that shape of a batch."""
+    """Return the trainer of a phase of GRPO with that batch shape."""
     from rolljax.model.decoder import Model
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape
@@ -113,7 +113,7 @@ def make_trainer(shape: Any, length: int, rows: int, remat: str, attention: str 
 
 
 def full_batch(trainer: Any) -> Any:
-    """A batch on the device, every row full with one sequence of random tokens."""
+    """Return a batch on the device, every row full with one sequence of random tokens."""
     import numpy as np
 
     from rolljax.trainer.batch import Sample

@@ -48,10 +48,10 @@ def parser(description):
 
 
 def tokenizer(vocab):
-    """Byte-level tokenizer; ids 0..255 are bytes, the rest is filler.
+    """Return a byte-level tokenizer; ids 0..255 are bytes, the rest is filler.
 
-    The EOS id is `vocab`, one past the model's last logit, so it can never be
-    sampled and every completion runs to the full length in every framework.
+    The EOS id is `vocab`, one past the model's last logit, so it can never be sampled and every completion runs to the
+    full length in every framework.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def tokenizer(vocab):
 
 
 def prompt_batches(args, count):
-    """`count` lists of `args.prompts` random ASCII prompts."""
+    """Return `count` lists of `args.prompts` random ASCII prompts."""
     rng = random.Random(args.seed)
     alphabet = string.ascii_lowercase + "     "
     low = args.prompt_len_min or args.prompt_len
@@ -90,7 +90,7 @@ def reward(completion):
 
 
 def now():
-    """Wall clock and CPU seconds (all threads of this process)."""
+    """Return wall clock and CPU seconds (all threads of this process)."""
     return time.perf_counter(), time.process_time()
 
 

@@ -56,7 +56,7 @@ def rope(x, pos):
 
 
 def forward(a, params, tokens, start, caches=None):
-    """Final hidden states of `tokens` [B, T] placed at position `start`.
+    """Return the final hidden states of `tokens` [B, T] placed at position `start`.
 
     caches: per layer (k, v) of shape [B, K, S, C], written in place at `start`.
     """
@@ -96,7 +96,7 @@ def logits(params, hidden):
 
 
 def rollout(a, params, prompts, key):
-    """One prefill per prompt, then `generations` samples of each: tokens [B, N], logps [B, N]."""
+    """Prefill each prompt once, then sample `generations` answers of each: tokens [B, N], logps [B, N]."""
     P, G, N = prompts.shape[0], a.generations, a.new_tokens
     empty = jnp.zeros((P, a.kv_heads, a.prompt_len + N, a.head_dim))
     hidden, caches = forward(a, params, prompts, 0, [(empty, empty)] * a.layers)

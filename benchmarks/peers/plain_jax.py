@@ -26,7 +26,7 @@ GROWTH = 128
 
 
 def arrange(shape, params):
-    """One dict per layer, every matrix 2-D, matrices that read the same input side by side."""
+    """Return one dict per layer, every matrix 2-D, matrices with the same input side by side."""
     s, stack = shape, params["layers"]
     qkv = np.concatenate([stack[n].reshape(s.layers, s.dim, -1) for n in "qkv"], -1)
     up = np.concatenate([stack["gate"], stack["up"]], -1)
@@ -50,7 +50,8 @@ def rope(x, pos, theta):
 
 
 def forward(shape, params, tokens, start, caches):
-    """Hidden states [B, T, D] of `tokens` [B, T] put at `start`; caches: per layer k [B, K, C, S], v [B, K, S, C]."""
+    """Return hidden states [B, T, D] of `tokens` [B, T] put at `start`; caches: per layer k [B, K, C, S], v [B, K, S,
+    C]."""
     (B, T), H, K, C = tokens.shape, shape.heads, shape.kv_heads, shape.head_dim
     pos = start + jnp.arange(T)
     mask = jnp.tile(jnp.arange(caches[0][0].shape[3]) <= pos[:, None], (H // K, 1))
@@ -78,19 +79,19 @@ def empty(shape, rows, slots):
 
 
 def grow(caches, slots):
-    """Caches with room for `slots` tokens."""
+    """Return caches with room for `slots` tokens."""
     pad = lambda x, axis: jnp.pad(x, [(0, slots - x.shape[axis] if a == axis else 0) for a in range(4)])  # noqa: E731
     return [(pad(k, 3), pad(v, 2)) for k, v in caches]
 
 
 def prefill(shape, params, prompts):
-    """Last hidden states and caches of `prompts` [P, T]."""
+    """Return the last hidden states and caches of `prompts` [P, T]."""
     hidden, caches = forward(shape, params, prompts, 0, empty(shape, *prompts.shape))
     return hidden[:, -1], caches
 
 
 def inverse(key, logits):
-    """A token per row: where the cumulated probabilities reach a random number in (0, 1]."""
+    """Sample a token per row, where the cumulated probabilities reach a random number in (0, 1]."""
     reached = jnp.cumsum(jax.nn.softmax(logits), -1)
     return (reached < reached[:, -1:] * (1 - jax.random.uniform(key, (len(logits), 1)))).sum(-1, dtype=jnp.int32)
 

@@ -32,7 +32,8 @@ import workloads  # noqa: E402
 
 
 def tokenizer(vocab, stop):
-    """Words are ids. Padding is the last id of the model: it has to be embedded for rows that are done."""
+    """Return a tokenizer of words that are ids. Padding is the model's last id: rows that are done must still embed
+    it."""
     words = {f"<{i}>": i for i in range(vocab + 1)}
     model = tokenizers.models.WordLevel(words, unk_token=f"<{vocab - 1}>")
     return transformers.PreTrainedTokenizerFast(
@@ -44,7 +45,7 @@ def tokenizer(vocab, stop):
 
 
 def build(s, params, attn):
-    """transformers' Qwen3 with our weights."""
+    """Return transformers' Qwen3 with our weights."""
     config = transformers.Qwen3Config(
         vocab_size=s.vocab, hidden_size=s.dim, intermediate_size=s.ffn, num_hidden_layers=s.layers,
         num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, rms_norm_eps=s.eps,

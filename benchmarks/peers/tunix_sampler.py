@@ -48,7 +48,7 @@ class Ids:
 
 
 def build(s, params):
-    """Tunix's Qwen3 with our weights."""
+    """Return Tunix's Qwen3 with our weights."""
     config = qwen3.ModelConfig(
         num_layers=s.layers, vocab_size=s.vocab, embed_dim=s.dim, hidden_dim=s.ffn, num_heads=s.heads,
         head_dim=s.head_dim, num_kv_heads=s.kv_heads, rope_theta=s.rope_theta, norm_eps=s.eps, use_tied_embedding=False,
