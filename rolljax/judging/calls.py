@@ -130,9 +130,12 @@ class Calls:
         self._waiting: collections.Counter[str] = collections.Counter()
 
     def counts(self) -> Mapping[str, int]:
-        """Counts: `calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, cut (a limit ended
-        the answer), failed (no answer came), down (it waited for an answer that never came), budget, unsaved (the disk
-        did not take a verdict), damaged (a kept verdict differs from what was written; it is requested again)."""
+        """Return the number of `calls`, `cached`, `retries`, and of every kind of fault.
+
+        The faults: timeout, garbage, cut (a limit ended the answer), failed (no answer came), down (the call waited for
+        an answer that never came), budget, unsaved (the verdict could not be written to disk), damaged (a stored
+        verdict differs from the one written; it is requested again).
+        """
         return self._counts + collections.Counter(damaged=self._journal.damaged)
 
     async def answer(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
