@@ -31,7 +31,7 @@ ENV = {
 WORKER = {
     "reset": ["hang", "exit", "segv"],
     "step": (
-        "hang hold exit segv abort memory floodthenexit shortframe oversizedframe notjson notutf8 deep schema pickle "
+        "hang hold exit segv abort memory floodthenexit shortline oversizedline notjson notutf8 deep schema pickle "
         "closed"
     ).split(),
 }
@@ -345,41 +345,41 @@ class FaultyEnv(Env):
         os.write(self._connection(), data)
         time.sleep(1000)
 
-    def _frame(self, payload):
-        self._say(len(payload).to_bytes(4, "big") + payload)
+    def _line(self, payload):
+        self._say(payload + b"\n")
 
-    def _shortframe(self):
-        os.write(self._connection(), b"\0\0\1\0only this")
+    def _shortline(self):
+        os.write(self._connection(), b"only this")
         os._exit(0)
 
-    def _oversizedframe(self):
-        self._say(b"\xff\xff\xff\xff")
+    def _oversizedline(self):
+        self._say(b"x" * 2**26)
 
     def _notjson(self):
-        self._frame(b"{nonsense")
+        self._line(b"{nonsense")
 
     def _notutf8(self):
-        self._frame(b'[1,"ok","\xff\xfe"]')
+        self._line(b'[1,"ok","\xff\xfe"]')
 
     def _deep(self):
-        self._frame(b"[" * 200_000)
+        self._line(b"[" * 200_000)
 
     def _schema(self):
-        self._frame(b'{"reward": 1.0}')
+        self._line(b'{"reward": 1.0}')
 
     def _wrongid(self):
-        self._frame(b'[999999999,"ok",null]')
+        self._line(b'[999999999,"ok",null]')
 
     def _pickle(self):
-        self._frame(b"cos\nsystem\n(S'touch pwned'\ntR.")
+        self._line(b"cos\nsystem\n(S'touch pwned'\ntR.")
 
     def _closed(self):
         os.close(self._connection())
         time.sleep(1000)
 
     def _duplicate(self):
-        """Everything that is said from now on is said twice."""
+        """Every reply from now on is said twice."""
         import rolljax.envs.pool.wire as wire
 
-        frame = wire.frame
-        wire.frame = lambda payload: frame(payload) * 2
+        reply = wire.reply
+        wire.reply = lambda *said: b"\n".join([reply(*said)] * 2)

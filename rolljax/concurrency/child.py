@@ -36,10 +36,11 @@ LINE_ENDS = 200
 """Bytes that are kept of each end of a line that is too long."""
 OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 """Signals that come from someone else: an operator, the kernel when memory runs out."""
-_CHUNK = 2**16
+CHUNK = 2**18
+"""Bytes that are read at a time."""
 _LOOK_S = 0.5
 """Seconds between two looks whether a child lives: what it started may keep its pipes open."""
-_STEP_S = 0.02
+_STEP_S = 0.01
 _ENDING_S = 1.0
 """Seconds that a child which has closed its output has to end, and its last words have to arrive."""
 
@@ -55,13 +56,92 @@ class ChildError(InfraError):
         super().__init__(text, stage="program")
 
 
+class LinePipe:
+    """Lines over descriptors of pipes or sockets, none of whose methods waits.
+
+    skip_long: a line of more than `max_bytes` is an error when it is complete, and the next line can be taken; if
+    False, it is an error at once.
+    """
+
+    def __init__(self, reads: int, writes: int, max_bytes: int, *, skip_long: bool = False) -> None:
+        self._reads, self._writes, self._max_bytes, self._skip_long = reads, writes, max_bytes, skip_long
+        for fd in (reads, writes):
+            os.set_blocking(fd, False)
+        self.open = True
+        """Whether more may come."""
+        self.unsent, self.rest = bytearray(), bytearray()
+        """What is left to write, and what came of a line that is not complete: of a long one both ends."""
+        self.lines: collections.deque[tuple[bytes, int]] = collections.deque()
+        self.rest_bytes = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` gives a line, or says that one is too long."""
+        return bool(self.lines) or (self.rest_bytes > self._max_bytes and not self._skip_long)
+
+    def send(self, line: bytes) -> None:
+        """Send a line as far as there is room, and keep the rest for `write`."""
+        self.unsent += line + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write until the pipe is full."""
+        try:
+            while self.unsent:
+                del self.unsent[: os.write(self._writes, self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other side has closed its end; what it said, or its exit code, says more
+            self.unsent.clear()
+
+    def read(self) -> bool:
+        """Read a chunk without waiting; return whether there was one, or the end."""
+        if not self.open:
+            return False
+        try:
+            data = os.read(self._reads, CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self.open = bool(data)
+        *ended, rest = data.split(b"\n")
+        for part in ended:
+            self._add(part)
+            self.lines.append((bytes(self.rest), self.rest_bytes))
+            self.rest, self.rest_bytes = bytearray(), 0
+        self._add(rest)
+        return True
+
+    def take(self) -> bytes:
+        """Return the next line; only when `ready`.
+
+        Raises:
+          ChildError: it is too long.
+        """
+        line, size = self.lines.popleft() if self.lines else (bytes(self.rest), self.rest_bytes)
+        if size > self._max_bytes:
+            raise ChildError(f"sent a line of {size} bytes; the limit is {self._max_bytes}", "long", line)
+        return line
+
+    def close(self, *, output_only: bool = False) -> None:
+        """Send no more, and read no more; the descriptors are the caller's to close."""
+        self.open, self._writes = self.open and output_only, -1
+        self.unsent.clear()
+
+    def _add(self, part: bytes) -> None:
+        self.rest += part
+        self.rest_bytes += len(part)
+        if self.rest_bytes > self._max_bytes:
+            del self.rest[LINE_ENDS:-LINE_ENDS]
+
+
 class Child:
     """A running program.
 
     Args:
       command: its path or name, and its arguments. env: variables that it gets besides those in `INHERITED`.
-      max_bytes: length of its longest line. skip_long: a line that is longer is an error when it is complete, and the
-        next line can be received; if False, it is an error at once, and the child is of no more use.
+      max_bytes, skip_long: of a line that it sends (`LinePipe`). fds: descriptors that it gets.
       log: file for its standard error. survives_s: seconds that it may outlive this process.
 
     Raises:
@@ -75,10 +155,11 @@ class Child:
         *,
         max_bytes: int = 2**24,
         skip_long: bool = False,
+        fds: Sequence[int] = (),
         log: Path | None = None,
         survives_s: float = 0.0,
     ) -> None:
-        self._max_bytes, self._skip_long, self._log, self._owner = max_bytes, skip_long, log, os.getpid()
+        self._log, self._owner = log, os.getpid()
         variables = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(env or {})
         with contextlib.ExitStack() as files:
             try:
@@ -90,22 +171,20 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     env=variables,
+                    pass_fds=fds,
                     start_new_session=True,
                 )
             except (OSError, ValueError) as e:
                 raise ChildError(f"{command[0]} could not be started: {e}", "start") from e
         self.pid = self._process.pid
         _guard.tell(self.pid, survives_s)
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        stdin, stdout, self._errors = self._process.stdin, self._process.stdout, self._process.stderr
         assert stdin is not None and stdout is not None
-        self._pipes = [pipe for pipe in (stdin, stdout, stderr) if pipe is not None]
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-        self._stdin, self._stdout = stdin.fileno(), stdout.fileno()
-        self._open = {pipe.fileno() for pipe in self._pipes[1:]}
-        self._unsent, self._words = bytearray(), b""
-        self._lines: collections.deque[tuple[bytes, int]] = collections.deque()
-        self._rest, self._size = bytearray(), 0
+        self._stdin, self._stdout, self._words = stdin, stdout, b""
+        self._pipe = LinePipe(stdout.fileno(), stdin.fileno(), max_bytes, skip_long=skip_long)
+        self._errors_open = self._errors is not None
+        if self._errors is not None:
+            os.set_blocking(self._errors.fileno(), False)
         self._wake: asyncio.Event | None = None
         self._closed = False
 
@@ -122,6 +201,12 @@ class Child:
         """Whether it runs, and is a child of this process, not of the one that this process was forked from."""
         return self._owner == os.getpid() and self.code is None
 
+    @property
+    def outputs(self) -> list[int]:
+        """Descriptors that have something to read when `arrived` has something to do."""
+        pipes = [(self._pipe.open, self._stdout), (self._errors_open, self._errors)]
+        return [pipe.fileno() for is_open, pipe in pipes if is_open and pipe is not None]
+
     def state(self, running: str = "is running", when: str = "") -> str:
         """Say whether it runs or how it ended, with the end of its standard error."""
         how = running if self.code is None else how_it_ended(self.code)
@@ -131,10 +216,29 @@ class Child:
 
     def send(self, line: bytes) -> None:
         """Send a line. Never waits: what does not fit into the pipe is sent while an answer is awaited."""
-        self._unsent += line + b"\n"
-        self._move()
+        self._pipe.send(line)
         if self._wake is not None:  # another task waits for pipes whose state has changed
             self._wake.set()
+
+    def flush(self) -> None:
+        """Wait until everything is sent, or it has ended."""
+        while self._pipe.unsent and self.alive:
+            self._wait(_LOOK_S)
+            self._move()
+
+    def arrived(self) -> list[bytes]:
+        """Return the lines that are there, without waiting.
+
+        Raises:
+          ChildError: see `receive`.
+        """
+        self._move()
+        if not self._pipe.ready and (not self._pipe.open or self.code is not None):
+            raise self._over()
+        lines = []
+        while self._pipe.ready:
+            lines.append(self._pipe.take())
+        return lines
 
     def receive(self, deadline_s: float) -> bytes:
         """Return the next line.
@@ -196,83 +300,51 @@ class Child:
 
     def _until_line(self) -> Iterator[float]:
         """Give seconds to wait for the pipes, until there is a line, or one is too long, or the child has ended."""
-        while not (self._lines or self._too_long) and self._stdout in self._open and self.code is None:
+        while not self._pipe.ready and self._pipe.open and self.code is None:
             yield _LOOK_S
             self._move()
         end = time.monotonic() + _ENDING_S
-        while not (self._lines or self._too_long) and time.monotonic() < end:
+        while not self._pipe.ready and time.monotonic() < end:
             if not self._move():
                 if self.code is not None:
                     return
                 yield _STEP_S
 
     def _until_end(self, grace_s: float) -> Iterator[float]:
-        self._unsent.clear()
-        self._stdin = -1
+        self._pipe.close(output_only=True)
         with contextlib.suppress(OSError):
-            self._pipes[0].close()
+            self._stdin.close()
         end = time.monotonic() + grace_s
         while self.alive and time.monotonic() < end:
             yield _STEP_S
             self._move()
-            self._lines.clear()
-
-    @property
-    def _too_long(self) -> bool:
-        return self._size > self._max_bytes and not self._skip_long
+            self._pipe.lines.clear()
 
     def _take(self) -> bytes:
-        if not self._lines and not self._too_long:
-            raise ChildError(self.state("closed its output", " before it answered"), "ended", bytes(self._rest))
-        line, size = self._lines.popleft() if self._lines else (bytes(self._rest), self._size)
-        if size > self._max_bytes:
-            raise ChildError(f"sent a line of {size} bytes; the limit is {self._max_bytes}", "long", line)
-        return line
+        if not self._pipe.ready:
+            raise self._over()
+        return self._pipe.take()
+
+    def _over(self) -> ChildError:
+        return ChildError(self.state("closed its output", " before it answered"), "ended", bytes(self._pipe.rest))
 
     def _move(self) -> bool:
         """Write what the pipe takes and read what is there; return whether anything was read."""
-        if self._unsent:
-            try:
-                del self._unsent[: os.write(self._stdin, self._unsent)]
-            except BlockingIOError:
-                pass
-            except OSError:  # it has closed its input or ended; its output says more
-                self._unsent.clear()
-        came = False
-        for fd in sorted(self._open):
-            try:
-                data = os.read(fd, _CHUNK)
-            except BlockingIOError:
-                continue
-            if not data:
-                self._open.discard(fd)
-            elif fd == self._stdout:
-                self._cut(data)
-            else:
+        self._pipe.write()
+        came = self._pipe.read()
+        if self._errors is not None and self._errors_open:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._errors.fileno(), CHUNK)
                 self._words = (self._words + data)[-4 * LAST_WORDS :]
-            came = True
+                self._errors_open, came = bool(data), True
         return came
-
-    def _cut(self, data: bytes) -> None:
-        *ended, rest = data.split(b"\n")
-        for part in ended:
-            self._add(part)
-            self._lines.append((bytes(self._rest), self._size))
-            self._rest, self._size = bytearray(), 0
-        self._add(rest)
-
-    def _add(self, part: bytes) -> None:
-        self._rest += part
-        self._size += len(part)
-        if self._size > self._max_bytes:
-            del self._rest[LINE_ENDS:-LINE_ENDS]
 
     def _wait(self, seconds: float) -> None:
         """Wait until a pipe is ready."""
         poll = select.poll()
-        for fd in self._open:
+        for fd in self.outputs:
             poll.register(fd, select.POLLIN)
-        if self._unsent:
+        if self._pipe.unsent:
             poll.register(self._stdin, select.POLLOUT)
         poll.poll(seconds * 1000)
 
@@ -281,8 +353,8 @@ class Child:
         if self._wake is not None:
             await asyncio.sleep(_STEP_S)
             return
-        loop, reads, self._wake = asyncio.get_running_loop(), [*self._open], asyncio.Event()
-        writes = [self._stdin] if self._unsent else []
+        loop, reads, self._wake = asyncio.get_running_loop(), self.outputs, asyncio.Event()
+        writes = [self._stdin.fileno()] if self._pipe.unsent else []
         for fd in reads:
             loop.add_reader(fd, self._wake.set)
         for fd in writes:
@@ -311,13 +383,15 @@ class Child:
         while self.alive:
             self._kill_group()
             time.sleep(0.001)
-        self._open.clear()
+        self._pipe.close()
+        self._errors_open = False
         if self._wake is not None:
             self._wake.set()
             return
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.close()
+        for pipe in (self._stdin, self._stdout, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 def answer_messages(reply: Callable[[Any], Any]) -> None:

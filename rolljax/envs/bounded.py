@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar
 
+from rolljax.concurrency.child import OUTSIDE, how_it_ended
 from rolljax.errors import EnvError, InfraError
 
 T = TypeVar("T")
@@ -32,7 +33,6 @@ MEMORY_GIB = 0.5
 WALL_FACTOR = 100.0
 """A child that used less than its processor time within this many times as much wall time: the machine has failed."""
 
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _MEMORY = b'{"too_much": "memory"}'
 _MAX_FDS = 1 << 20
 
@@ -120,8 +120,8 @@ def _outcome(data: bytes, code: int) -> Any | TooMuch:
         return said["value"]
     if code == -signal.SIGPROF:
         return TooMuch("time")
-    if -code in _FROM_OUTSIDE:
-        raise InfraError(f"the process that scores answers was killed ({signal.Signals(-code).name})")
+    if -code in OUTSIDE:
+        raise InfraError(f"the process that scores answers {how_it_ended(code)}")
     return TooMuch("crash")
 
 
@@ -163,7 +163,7 @@ def _isolate(write: int) -> None:
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGPROF, signal.SIGCHLD, *(_FROM_OUTSIDE - {signal.SIGKILL})):
+    for number in (signal.SIGPROF, signal.SIGCHLD, *(OUTSIDE - {signal.SIGKILL})):
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, write)
     os.closerange(write + 1, _MAX_FDS)

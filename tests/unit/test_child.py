@@ -8,9 +8,19 @@ import subprocess
 import sys
 import time
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
-from rolljax.concurrency.child import LAST_WORDS, LINE_ENDS, Child, ChildError, how_it_ended, python_path
+from rolljax.concurrency.child import (
+    LAST_WORDS,
+    LINE_ENDS,
+    Child,
+    ChildError,
+    LinePipe,
+    how_it_ended,
+    python_path,
+)
 
 OUTER_S = 60
 """Outer limit of waits; none of them takes a second on a quiet machine."""
@@ -58,6 +68,31 @@ def wait_until_gone(pid):
 
 
 faces = pytest.mark.parametrize("face", ["threads", "asyncio"])
+
+
+@hypothesis.given(
+    st.lists(st.binary(max_size=50).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 60)
+)
+def test_lines_survive_any_cut(lines, step):
+    stream, got = b"".join(line + b"\n" for line in lines) + b"rest", []
+    read, write = os.pipe()
+    pipe = LinePipe(read, write, 50)
+    for i in range(0, len(stream), step):
+        os.write(write, stream[i : i + step])
+        assert pipe.read()
+        while pipe.ready:
+            got.append(pipe.take())
+    os.close(write)
+    assert pipe.read() and not pipe.open and not pipe.read()
+    assert got == lines and bytes(pipe.rest) == b"rest"
+    os.close(read)
+
+
+def test_lines_before_one_that_is_too_long_are_given(start):
+    child = start("say('first'); say('x' * 1001); " + FOREVER, max_bytes=1000)
+    assert child.receive(OUTER_S) == b"first"
+    with pytest.raises(ChildError, match="a line of 1001 bytes"):
+        child.receive(OUTER_S)
 
 
 @faces

@@ -598,22 +598,6 @@ def test_an_error_is_none_of_the_machine_unless_it_says_so():
         assert type(value("step", json.dumps([1, "error", [name, "x", ""]]).encode())) is EnvError
 
 
-@hypothesis.given(st.lists(st.binary(max_size=50), max_size=8), st.integers(1, 60))
-def test_frames_survive_any_cut(payloads, step):
-    stream = b"".join(map(wire.frame, payloads))
-    frames = wire.Frames(50)
-    got = [p for i in range(0, len(stream), step) for p in frames.feed(stream[i : i + step])]
-    assert got == payloads and frames.rest == 0
-
-
-def test_frames_before_one_that_is_too_long_are_given():
-    frames, got = wire.Frames(10), []
-    with pytest.raises(wire.ProtocolError, match="a frame of 11 bytes"):
-        for payload in frames.feed(wire.frame(b"first") + wire.frame(b"x" * 11)):
-            got.append(payload)
-    assert got == [b"first"]
-
-
 @hypothesis.given(st.binary(max_size=200))
 def test_bytes_that_mean_nothing_are_refused(payload):
     with pytest.raises(wire.ProtocolError):

@@ -101,7 +101,7 @@ class Dispatcher:
             worker.ready = True
 
     def replied(self, generation: int, payload: bytes) -> None:
-        """Take in a frame from the worker."""
+        """Take in a line from the worker."""
         worker = self._workers.get(generation)
         if worker is None:
             return

@@ -21,13 +21,13 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rolljax.envs.pool import wire
 
 ORDER = struct.Struct("!cI")
-"""What the pool sends to the fork server after the first frame: F (fork; the worker's socket comes along) or K (kill),
-and the generation of the worker, which no two workers share."""
+"""An order of the pool: F (fork; the worker's socket comes along) or K (kill), and the generation of the worker, which
+no two workers share."""
 
 OUTPUT_BYTES = 65_536
 """Bytes that are kept of the output of each process."""
@@ -58,15 +58,16 @@ class _Child:
 class ForkServer:
     """Forks, watches and reaps workers.
 
-    Towards the pool it sends frames of JSON: `{"generation", "code", "output"}` for each worker that ended, with the
-    exit code as `subprocess` has it; `code` is null when it could not be forked.
+    A line of its input says what to run. It sends a line of JSON, `{"generation", "code", "output"}`, for each worker
+    that ended, with the exit code as `subprocess` has it; `code` is null when it could not be forked.
+
+    Args:
+      pool: a socket for orders. news: for the lines.
     """
 
-    def __init__(self, pool: socket.socket) -> None:
-        self._pool = pool
-        first = wire.receive(pool)
-        assert first is not None, "the pool ended before it said what to run"
-        spec, self._max_bytes, self._memory_bytes = pickle.loads(first)
+    def __init__(self, pool: socket.socket, news: TextIO) -> None:
+        self._pool, self._news = pool, news
+        spec, self._max_bytes, self._memory_bytes = wire.unpickled(sys.stdin.buffer.readline())
         self._spec = pickle.loads(spec)
         with contextlib.suppress(Exception):  # what cannot be loaded raises again in resets
             self._spec.warm()
@@ -159,7 +160,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             self._selector.close()
-            for fd in (self._pool, self._wake, self._alarm):
+            for fd in (self._pool, self._news, self._wake, self._alarm):
                 fd.close()
             for fd_number in (output, *(c.output for c in self._children.values() if c.output >= 0)):
                 os.close(fd_number)
@@ -205,7 +206,7 @@ class ForkServer:
     def _say(self, generation: int, code: int | None, output: str) -> None:
         news: dict[str, Any] = {"generation": generation, "code": code, "output": output}
         with contextlib.suppress(OSError):
-            self._pool.sendall(wire.frame(json.dumps(news).encode()))
+            print(json.dumps(news), file=self._news, flush=True)  # noqa: T201
 
 
 def serve(sock: socket.socket, episodes: wire.WorkerEpisodes) -> None:
@@ -213,10 +214,10 @@ def serve(sock: socket.socket, episodes: wire.WorkerEpisodes) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     try:
-        sock.sendall(wire.frame(wire.HELLO))
-        while (payload := wire.receive(sock)) is not None:
-            for request in pickle.loads(payload):
-                sock.sendall(wire.frame(episodes.answer(request)))
+        sock.sendall(wire.HELLO + b"\n")
+        for line in sock.makefile("rb"):
+            for request in wire.unpickled(line):
+                sock.sendall(episodes.answer(request) + b"\n")
     except (BrokenPipeError, ConnectionResetError):
         pass
     episodes.close()
@@ -257,8 +258,10 @@ def _children() -> list[int]:
 
 
 def main() -> None:
-    """The fork server's process: serves the socket that its argument names until that is closed."""
-    server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
+    """Serve the socket that the argument names until it is closed. What environments print is not for the pool."""
+    news = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    server = ForkServer(socket.socket(fileno=int(sys.argv[1])), news)
     try:
         server.run()
     finally:

@@ -19,7 +19,7 @@ class LinkEvents(Protocol):
         """The worker takes requests."""
 
     def replied(self, generation: int, payload: bytes) -> None:
-        """A frame came from the worker."""
+        """A line came from the worker."""
 
     def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
         """The worker is gone."""

@@ -10,13 +10,12 @@ import os
 import pickle
 import re
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from rolljax.concurrency.child import OUTSIDE, Child, ChildError, LinePipe, how_it_ended, python_path
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.fork_server import END_S, ORDER, OUTPUT_BYTES
@@ -25,12 +24,9 @@ from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError, needed
 
 NUM_PROCESSES = max(8, min(64, 2 * (os.cpu_count() or 1)))
-READ_BYTES = 262_144
 LINGER_S = 0.2
 """A worker that closed its connection and lives on is killed after this time."""
 SECRET = re.compile(r"(^|_)(API|AUTH|CREDENTIALS?|KEY|PASSWD|PASSWORD|PAT|SECRET|TOKEN)(_|$)", re.IGNORECASE)
-OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-"""Signals that come from someone else: an operator, the kernel when memory runs out."""
 
 
 def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
@@ -44,7 +40,7 @@ def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[
         | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONHASHSEED": "0",
-            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            "PYTHONPATH": python_path(),
         }
     )
 
@@ -72,8 +68,7 @@ class _ProcessPeer:
 
     generation: int
     sock: socket.socket
-    frames: wire.Frames
-    unsent: bytearray = dataclasses.field(default_factory=bytearray)
+    pipe: LinePipe
     ready: bool = False
     writing: bool = False
     open: bool = True
@@ -89,7 +84,7 @@ class ProcessLink:
         self._cfg = cfg
         self.num_warm = 1
         memory_bytes = int(cfg.memory_gib * 2**30)
-        self._first = pickle.dumps((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
+        self._first = wire.pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
         self._peers: dict[int, _ProcessPeer] = {}
         self._failed: collections.deque[tuple[int, str]] = collections.deque()
         self._selector = selectors.DefaultSelector()
@@ -97,10 +92,8 @@ class ProcessLink:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._fork_server: subprocess.Popen[bytes] | None = None
+        self._fork_server: Child | None = None
         self._control: socket.socket | None = None
-        self._news = wire.Frames(0)
-        self._output = b""
 
     @property
     def num_workers(self) -> int:
@@ -116,19 +109,19 @@ class ProcessLink:
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(self._control, [ORDER.pack(b"F", generation)], [theirs.fileno()])
-        except OSError as e:
+        except (OSError, ChildError) as e:
             self._failed.append((generation, f"it could not be started: {e}"))
             return
-        ours.setblocking(False)
-        peer = _ProcessPeer(generation, ours, wire.Frames(wire.max_reply_bytes(self._cfg.max_observation_bytes)))
+        max_bytes = wire.max_reply_bytes(self._cfg.max_observation_bytes)
+        peer = _ProcessPeer(generation, ours, LinePipe(ours.fileno(), ours.fileno(), max_bytes))
         self._peers[generation] = peer
         self._selector.register(ours, selectors.EVENT_READ, peer)
 
     def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
         peer = self._peers.get(generation)
         if peer is not None and peer.open:
-            peer.unsent += wire.requests_frame(requests)
-            self._write(peer)
+            peer.pipe.send(wire.pickled(list(requests)))
+            self._watch(peer)
 
     def kill(self, generation: int) -> None:
         peer = self._peers.pop(generation, None)
@@ -161,13 +154,12 @@ class ProcessLink:
                     self._woken.recv(4096)
             elif isinstance(key.data, _ProcessPeer):
                 if mask & selectors.EVENT_WRITE and key.data.open:
-                    self._write(key.data)
+                    key.data.pipe.write()
+                    self._watch(key.data)
                 if mask & selectors.EVENT_READ and key.data.open:
                     self._read(key.data, events)
-            elif key.fileobj is self._control:
+            elif key.data is self._fork_server:  # and not one that ended meanwhile
                 self._read_news(events)
-            elif self._fork_server is not None and key.fileobj is self._fork_server.stdout:
-                self._keep_output(key.fd)  # and nothing of a fork server that ended meanwhile
 
     def close(self) -> None:
         for generation in list(self._peers):
@@ -179,42 +171,31 @@ class ProcessLink:
 
     # workers
 
-    def _write(self, peer: _ProcessPeer) -> None:
-        try:
-            while peer.unsent:
-                del peer.unsent[: peer.sock.send(peer.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone; the fork server reports its end
-            peer.unsent.clear()
-        if bool(peer.unsent) != peer.writing:
-            peer.writing = bool(peer.unsent)
+    def _watch(self, peer: _ProcessPeer) -> None:
+        """Have `poll` notice when there is room for what is not sent."""
+        if bool(peer.pipe.unsent) != peer.writing:
+            peer.writing = bool(peer.pipe.unsent)
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
             self._selector.modify(peer.sock, mask, peer)
 
     def _read(self, peer: _ProcessPeer, events: LinkEvents) -> bool:
         """Pass on what a worker sent; False when there is nothing more to read now."""
+        came = peer.pipe.read()
         try:
-            data = peer.sock.recv(READ_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:  # the fork server will tell how it ended
-            self._shut(peer)
-            return False
-        try:
-            for payload in peer.frames.feed(data):
+            while peer.pipe.ready:
+                line = peer.pipe.take()
                 if peer.ready:
-                    events.replied(peer.generation, payload)
-                elif payload == wire.HELLO:
+                    events.replied(peer.generation, line)
+                elif line == wire.HELLO:
                     peer.ready = True
                     events.ready(peer.generation)
                 else:
-                    raise wire.ProtocolError("something before it was ready")
-        except wire.ProtocolError as e:
-            events.ended(peer.generation, f"it sent {e}", "crash")
-        return peer.open
+                    raise ChildError("sent something before it was ready", "protocol")
+        except ChildError as e:
+            events.ended(peer.generation, f"it {e}", "crash")
+        if not peer.pipe.open:  # the fork server will tell how it ended
+            self._shut(peer)
+        return came and peer.open
 
     def _shut(self, peer: _ProcessPeer) -> None:
         if peer.open:
@@ -235,34 +216,32 @@ class ProcessLink:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(ours.close)
-            self._fork_server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rolljax.envs.pool.fork_server", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=worker_environ(os.environ, self._cfg.pass_env),
-                start_new_session=True,
+            fd = theirs.fileno()
+            self._fork_server = child = Child(
+                [sys.executable, "-P", "-m", "rolljax.envs.pool.fork_server", str(fd)],
+                worker_environ(os.environ, self._cfg.pass_env),
+                fds=[fd],
+                max_bytes=8 * OUTPUT_BYTES,
+                survives_s=3 * END_S,
             )
             on_failure.pop_all()
-        assert self._fork_server.stdout is not None
-        os.set_blocking(self._fork_server.stdout.fileno(), False)
-        self._selector.register(self._fork_server.stdout, selectors.EVENT_READ)
-        self._selector.register(ours, selectors.EVENT_READ)
+        for fd in child.outputs:
+            self._selector.register(fd, selectors.EVENT_READ, child)
         self._control = ours
-        self._news = wire.Frames(8 * OUTPUT_BYTES)
-        self._output = b""
-        ours.sendall(wire.frame(self._first))
+        child.send(self._first)
+        child.flush()
 
     def _read_news(self, events: LinkEvents) -> None:
         """News of workers that ended, or the end of the fork server itself."""
-        assert self._control is not None
+        assert self._fork_server is not None
         try:
-            data = self._control.recv(READ_BYTES)
-            told = [json.loads(payload) for payload in self._news.feed(data)]
+            told = [json.loads(line) for line in self._fork_server.arrived()]
             news = [(int(t["generation"]), t["code"], str(t["output"])) for t in told]
-        except (OSError, ValueError, KeyError, TypeError, wire.ProtocolError):
-            data, news = b"", []
+        except (ValueError, KeyError, TypeError, ChildError):
+            state = self._end_fork_server()
+            for generation in list(self._peers):
+                events.ended(generation, f"the process that starts workers {state}", "machine")
+            return
         for generation, code, output in news:
             peer = self._peers.get(generation)
             if peer is None:
@@ -270,60 +249,29 @@ class ProcessLink:
             while peer.open and self._read(peer, events):  # what it said before it ended
                 pass
             if generation in self._peers:
-                why, cause = _why(code, peer.frames.rest)
+                why, cause = _why(code, peer.pipe.rest_bytes)
                 if peer.closed_itself:
                     why, cause = "it closed its connection", "crash"
                 events.ended(generation, why, cause, output)
-        if not data:
-            self._end_fork_server()
-            output = self._output.decode(errors="replace")
-            for generation in list(self._peers):
-                events.ended(generation, "the process that starts workers ended", "machine", output)
 
-    def _keep_output(self, fd: int) -> None:
-        """Keep the end of what the fork server prints."""
-        try:
-            data = os.read(fd, OUTPUT_BYTES)
-        except BlockingIOError:
-            return
-        self._output = (self._output + data)[-OUTPUT_BYTES:]
-        if not data:
-            self._selector.unregister(fd)
-
-    def _end_fork_server(self, grace_s: float = 3 * END_S) -> None:
-        """Close its socket, which tells it to end its workers and itself; kill it if it does not."""
-        server, control = self._fork_server, self._control
+    def _end_fork_server(self, grace_s: float = 3 * END_S) -> str:
+        """Close its socket, which tells it to end its workers and itself; kill it if it does not. Return how it
+        ended."""
+        child, control = self._fork_server, self._control
         self._fork_server = self._control = None
-        if server is None or control is None or server.stdout is None:
-            return
-        self._selector.unregister(control)
+        if child is None or control is None:
+            return ""
+        for fd, key in list(self._selector.get_map().items()):
+            if key.data is child:
+                self._selector.unregister(fd)
         control.close()
-        end = time.monotonic() + grace_s
-        while server.poll() is None and time.monotonic() < end:
-            with contextlib.suppress(KeyError, ValueError):
-                self._keep_output(server.stdout.fileno())
-            time.sleep(0.002)
-        if server.poll() is None:
-            server.kill()
-            server.wait()
-        with contextlib.suppress(KeyError, ValueError):
-            self._keep_output(server.stdout.fileno())
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(server.stdout)
-        server.stdout.close()
+        child.stop(grace_s)
+        return child.state()
 
 
 def _why(code: int | None, rest: int) -> tuple[str, Cause]:
     """What an exit code says, and who did it."""
-    cut = f", in the middle of a frame ({rest} bytes of it came)" if rest else ""
     if code is None:
         return "it could not be forked", "machine"
-    if code >= 0:
-        return f"it exited with code {code}{cut}", "crash"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if -code in OUTSIDE:
-        return f"it was killed ({name}){cut}", "unknown"
-    return f"it crashed ({name}){cut}", "crash"
+    cut = f", in the middle of a line ({rest} bytes of it came)" if rest else ""
+    return f"it {how_it_ended(code)}{cut}", "unknown" if -code in OUTSIDE else "crash"

@@ -1,17 +1,16 @@
 """The protocol between the pool and a worker, and the worker's answers to it.
 
-A frame is its length in 4 bytes, big-endian, and that many bytes. Towards the worker a frame is a pickled list of
-requests: the worker trusts the pool. Back comes one frame per request, a JSON list `[number, outcome, value]`, which is
-never trusted: it is parsed, held to its schema, and checked like the result of any environment.
+Both send lines. Towards the worker a line is a pickled list of requests in base64: the worker trusts the pool. Back
+comes one line per request, a JSON list `[number, outcome, value]`, which is never trusted: it is parsed, held to its
+schema, and checked like the result of any environment.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
-import socket
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rolljax import errors
@@ -32,71 +31,23 @@ Request = tuple[int, int, Verb, Any]
 """Number of the request, number of the episode, what to do, its argument (a Task for reset, an Action for step)."""
 
 HELLO = b'[0,"ready",null]'
-"""The first frame of a worker that can take requests."""
+"""The first line of a worker that can take requests."""
 
-_LENGTH = struct.Struct("!I")
 _ERRORS = ("EnvError", "InfraError", "DataError", "ConfigError")
 
 
 class ProtocolError(Exception):
-    """Bytes from a worker that are no frame, or a frame that is no reply."""
+    """A line from a worker that is no reply."""
 
 
-def frame(payload: bytes) -> bytes:
-    """Return a payload, preceded by its length."""
-    return _LENGTH.pack(len(payload)) + payload
+def pickled(value: Any) -> bytes:
+    """Return a value as a line of base64."""
+    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
-def requests_frame(requests: Sequence[Request]) -> bytes:
-    """Requests, pickled, as one frame."""
-    return frame(pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL))
-
-
-class Frames:
-    """Cuts a stream of bytes into frames of at most `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that `data` completes.
-
-        Raises:
-          ProtocolError: the next frame is too long; those before it were given.
-        """
-        self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._data)
-            if size > self._max_bytes:
-                raise ProtocolError(f"a frame of {size} bytes, at most {self._max_bytes} are allowed")
-            end = _LENGTH.size + size
-            if len(self._data) < end:
-                return
-            payload = bytes(self._data[_LENGTH.size : end])
-            del self._data[:end]  # bytearrays drop their beginning without moving the rest
-            yield payload
-
-    @property
-    def rest(self) -> int:
-        """Bytes of a frame that is not complete."""
-        return len(self._data)
-
-
-def receive(sock: socket.socket) -> bytes | None:
-    """The next frame of a blocking socket; None at its end."""
-    head = _exactly(sock, _LENGTH.size)
-    return None if head is None else _exactly(sock, _LENGTH.unpack(head)[0])
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)
+def unpickled(line: bytes) -> Any:
+    """Return the value that `pickled` was given."""
+    return pickle.loads(base64.b64decode(line))
 
 
 def max_reply_bytes(max_observation_bytes: int) -> int:
