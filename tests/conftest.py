@@ -74,10 +74,12 @@ def pytest_collection(session):
 
 
 def leave_cases_to_slow(items, seed):
-    """Of a test that is marked `sampled(n)` all cases but n are slow, and of a slow one a sweep: another n with every
-    seed. With `sampled(n, slow=m)` the next m are slow, another m with every seed, and the others a sweep. The default set
-    has the same cases every day. Tests of a file that have the same cases keep the same ones, so that what they share is
-    made for those alone."""
+    """Keep n cases of a test marked `sampled(n)` in its set and mark the others.
+
+    The other cases become slow, or sweeps if the test is slow; every seed keeps another n of them. With `sampled(n,
+    slow=m)` the next m are slow (another m with every seed) and the rest sweeps. The default set has the same cases
+    every day. Tests of a file with the same cases keep the same ones, so that shared fixtures are made for those alone.
+    """
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
@@ -91,7 +93,7 @@ def leave_cases_to_slow(items, seed):
 
 
 def shuffled(items, seed):
-    """The items in an order that depends on the seed and their ids alone."""
+    """Return the items in an order that depends only on the seed and their ids."""
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
 
 
@@ -102,7 +104,7 @@ STRICT = {"test_decoder", "test_masked", "test_mismatch", "test_objectives"}
 
 @pytest.fixture(autouse=True, scope="module")
 def strict_promotion(request):
-    """Of the modules in `STRICT`: two dtypes or two ranks that meet without having been asked to are an error."""
+    """Turn implicit promotion of dtypes or ranks into an error, in the modules in `STRICT`."""
     if request.module.__name__.rpartition(".")[2] not in STRICT:
         yield
         return
@@ -117,7 +119,7 @@ def strict_promotion(request):
 
 @pytest.fixture(scope="session")
 def chat():
-    """The byte tokenizer's chat."""
+    """Return the byte tokenizer's chat."""
     from rolljax.model.tokenizer import Chat, byte_tokenizer
 
     return Chat(byte_tokenizer())
@@ -125,7 +127,7 @@ def chat():
 
 @pytest.fixture(scope="session")
 def model():
-    """A float32 model whose random weights are large enough for attention and logits to matter."""
+    """Return a float32 model whose random weights are large enough for attention and logits to matter."""
     from rolljax.model.decoder import Model
     from rolljax.model.families.qwen3 import Qwen3Config
 
@@ -142,7 +144,7 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def one_torch_thread():
-    """Models as small as those of tests lose time with more."""
+    """Limit torch to one thread: with more, models as small as those of tests are slower."""
     import torch
 
     threads = torch.get_num_threads()

@@ -62,7 +62,7 @@ def damaged_runs(healthy, into, rng, number):
 
 
 def field(path, rng):
-    """Another value in place of one in a JSON file, or none."""
+    """Replace a value in a JSON file by another, or remove it."""
     file = path / rng.choice(FILES)
     if not file.is_file():
         return
@@ -78,7 +78,7 @@ def field(path, rng):
 
 
 def other_value(value, rng):
-    """A JSON text like that of `value`, with a hostile text in one place of it, or without that place."""
+    """Return a JSON text like that of `value`, with a hostile text at one place of it, or without that place."""
     marker = "\x01here\x01"
     at = value
     while True:
@@ -97,7 +97,7 @@ def other_value(value, rng):
 
 
 def whole_file(path, rng):
-    """A file of other bytes, cut, or with some of its bytes changed."""
+    """Replace a file by other bytes, cut it, or change some of its bytes."""
     file = path / rng.choice(FILES)
     if not file.is_file():
         return
@@ -114,7 +114,7 @@ def whole_file(path, rng):
 
 
 def kind_of_file(path, rng):
-    """A folder, a pipe or a link in place of a file; its settings stay one, or it would be no run."""
+    """Put a folder, a pipe or a link in place of a file. The settings stay a file, or the folder would be no run."""
     file = path / rng.choice(
         (SUMMARY, ENVIRONMENT, METRICS, "rollouts/step_2.jsonl", "rollouts/heldout_rl.jsonl", ROLLOUTS)
     )
@@ -136,13 +136,13 @@ def kind_of_file(path, rng):
 
 
 def stray_file(path, rng):
-    """A file that no run writes."""
+    """Write a file that no run writes."""
     if (path / ROLLOUTS).is_dir():
         (path / ROLLOUTS / rng.choice(STRAY)).write_bytes(rng.choice((b"", b"{}\n", (DEEP + "\n").encode())))
 
 
 def hostile_target(names, rng):
-    """The path and query of a request; mostly near what the viewer knows."""
+    """Return the path and query of a request, mostly similar to paths of the viewer."""
     name = urllib.parse.quote(rng.choice(names))
     if rng.random() < 0.2:
         name = rng.choice(NAMES).format(name)
@@ -168,7 +168,7 @@ HEADERS = (
 
 
 def hostile_head(port, target, rng):
-    """The bytes of a request for a target; one in four is malformed."""
+    """Return the bytes of a request for a target; one in four is malformed."""
     parts = {"method": "GET", "host": f"127.0.0.1:{port}", "version": "HTTP/1.1", "more": ""}
     others = {"method": METHODS, "host": HOSTS, "version": VERSIONS, "more": HEADERS}
     if rng.random() < 0.25:

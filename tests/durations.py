@@ -18,19 +18,22 @@ SHOWN = 20
 
 
 def cpu_s():
-    """CPU seconds of this process with all its threads, and of its children that have ended."""
+    """Return the CPU seconds of this process with all its threads, and of its ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def load():
-    """File -> {test: CPU seconds}, as `Durations.write` left them."""
+    """Return {file: {test: CPU seconds}}, as `Durations.write` stored it."""
     return json.loads(PATH.read_text()) if PATH.exists() else {}
 
 
 def longest_first(items):
-    """`items` with those files in front whose tests are expected to take longest; a file's tests stay together, in their
-    order. A test that was never measured counts as its file's others do, a file that never was as the longest."""
+    """Sort `items` so that the files with the longest expected tests come first; a file's tests stay together, in
+    order.
+
+    A test that was never measured counts as its file's others do, a file that never was as the longest.
+    """
     known, expected = load(), Counter()
     for item in items:
         file, _, test = item.nodeid.partition("::")
@@ -43,7 +46,7 @@ class Durations:
     """A pytest plugin that measures; under pytest-xdist, in every process, and sums up in the one that hands out."""
 
     def __init__(self, write):
-        """`write`: whether the file is written anew for what ran."""
+        """Start measuring. write: whether to store the durations of the tests that ran."""
         self.write, self.last = write, cpu_s()
         self.cpu, self.wall = defaultdict(float), defaultdict(float)
 

@@ -17,10 +17,10 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def at_points(kill=math.inf, do=None):
-    """Inside, the points that are passed are listed as `(point, path)`: the value.
+    """Yield a list that receives every passed point as `(point, path)`.
 
     Args:
-      kill: the number of the point at which everything ends. do: called at every point, as `reach` is.
+      kill: the number of the point at which the process ends. do: called at every point, as `reach` is.
     """
     passed, before = [], durable.reach
 
@@ -45,7 +45,7 @@ OF_THE_CLOCK = ("time/", "tput/", "groups/wait_s", "sampler/idle_frac")
 
 
 def end(run_dir):
-    """All that a run leaves behind, but for what is a measurement: equal for runs that are the same to the last bit."""
+    """Return everything that a run leaves behind, except measurements: equal for bitwise equal runs."""
     run_dir = Path(run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     said = json.loads((run_dir / "summary.json").read_text())
@@ -68,12 +68,12 @@ def end(run_dir):
 
 
 def _uncalled(path):
-    """A file's bytes; of a model card without the command that made the model."""
+    """Return a file's bytes; for a model card without the command that made the model."""
     return re.sub(rb"(?m)^python .*$", b"python", path.read_bytes()) if path.suffix == ".md" else path.read_bytes()
 
 
 def _unmeasured(value):
-    """A trajectory without its seconds."""
+    """Return a trajectory without its seconds."""
     if isinstance(value, dict):
         return {k: _unmeasured(v) for k, v in value.items() if k not in ("env_s", "sample_s")}
     return [_unmeasured(v) for v in value] if isinstance(value, list) else value

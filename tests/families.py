@@ -110,14 +110,14 @@ def make_folder(folder, name="qwen3", *, dtype=torch.float32, shard_size="5GB", 
 
 
 def load(folder, dtype="float32"):
-    """Our model of a folder, and its parameters on the first device."""
+    """Load our model of a folder, and its parameters on the first device."""
     model = Model(hf.read_config(folder), dtype)
     here = SingleDeviceSharding(jax.devices()[0])
     return model, hf.load(folder, model, jax.tree.map(lambda _: here, model.abstract()))
 
 
 def our_logits(model, params, tokens, positions, segments, branches=None):
-    """Logits `[B, T, V]` of packed rows."""
+    """Compute logits `[B, T, V]` of packed rows."""
     branches = np.zeros_like(segments) if branches is None else branches
 
     @jax.jit
@@ -129,6 +129,6 @@ def our_logits(model, params, tokens, positions, segments, branches=None):
 
 
 def their_logits(reference, tokens):
-    """Logits `[T, V]` of one sequence."""
+    """Compute logits `[T, V]` of one sequence."""
     with torch.no_grad():
         return reference(torch.tensor(tokens[None])).logits[0].float().numpy()

@@ -53,7 +53,7 @@ def names(table):
 
 
 async def play(pool, task):
-    """A whole episode; the sum of its rewards."""
+    """Play a whole episode; return the sum of its rewards."""
     episode = await pool.open(task)
     try:
         shown, reward = episode.initial_messages[-1].content, 0.0
@@ -69,7 +69,7 @@ async def play(pool, task):
 
 
 async def play_again(pool, task, attempts=200):
-    """`play`, begun again after faults of the infrastructure."""
+    """Call `play` again after faults of the infrastructure."""
     for attempt in range(attempts):
         try:
             return await play(pool, task)
@@ -170,7 +170,7 @@ class FaultyEnv(Env):
         self._commit()
 
     def _commit(self):
-        """The task's fault, when it is one of this stage: `step_hang` is a `hang` of the second step."""
+        """Commit the task's fault if it belongs to this stage: `step_hang` is a `hang` of the second step."""
         stage, _, fault = self._fault.partition("_")
         if stage != self._stage:
             return None
@@ -186,7 +186,7 @@ class FaultyEnv(Env):
         time.sleep(1000)
 
     def _hold(self):
-        """A hang that holds the interpreter's lock."""
+        """Hang while holding the interpreter's lock."""
         ctypes.PyDLL(None).sleep(1000)
 
     def _slow(self):
@@ -234,7 +234,7 @@ class FaultyEnv(Env):
         return [bytearray(2**28) for _ in range(1000)]
 
     def _later(self):
-        """The worker ends when no call is under way."""
+        """End the worker between two calls."""
         threading.Timer(0.2, os.abort).start()
 
     def _kill(self):
@@ -255,7 +255,7 @@ class FaultyEnv(Env):
         globals().setdefault("LEAKS", []).append(self._leak)
 
     def _zombies(self):
-        """Children that nobody waits for: one that ended, and one that lives on in a session of its own."""
+        """Leave children that are never reaped: one that ended, and one that lives on in its own session."""
         if os.fork() == 0:
             os._exit(0)
         if os.fork() == 0:

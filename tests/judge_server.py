@@ -87,5 +87,5 @@ def judge_server(verdict, fault=lambda number, text: ""):
 
 
 def share(text, salt=""):
-    """A number from 0 to 1 of a text, always the same."""
+    """Return a number from 0 to 1 that depends only on a text."""
     return int(hashlib.sha256(f"{salt}{text}".encode()).hexdigest()[:8], 16) / 16**8

@@ -36,7 +36,7 @@ CRITIQUE = "Therefore, the scores are <Score 1>{}</Score 1> and <Score 2>{}</Sco
 
 
 def texts(asked):
-    """The right and a wrong answer to a question."""
+    """Return the right and a wrong answer to a question."""
     if "<Score 1>" in asked:
         return CRITIQUE.format(50, 50), CRITIQUE.format(0, 100)
     _, right, wrong = next(form for form in FORMS.values() if form[0] in asked)
@@ -68,13 +68,13 @@ def behaves(ends="fault", *, slow=False, heavy=False):
 
 
 def completion(text, finish="stop", **changes):
-    """A chat completion as JSON text; `changes` are fields of its choice."""
+    """Return a chat completion as JSON text; `changes` are fields of its choice."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish} | changes
     return json.dumps({"choices": [choice], "usage": {"completion_tokens": 1}})
 
 
 def http(body, *headers, status="200 OK", kind="application/json", length=None):
-    """A response as bytes."""
+    """Return a response as bytes."""
     body = body.encode() if isinstance(body, str) else body
     lines = [f"HTTP/1.1 {status}", *([f"Content-Type: {kind}"] if kind else []), *headers]
     if length is not False:
@@ -83,7 +83,7 @@ def http(body, *headers, status="200 OK", kind="application/json", length=None):
 
 
 def sends(name, make, ends="fault", **how):
-    """A behaviour that sends the bytes that `make` makes of the right and the wrong text."""
+    """Register a behaviour that sends the bytes that `make` makes of the right and the wrong text."""
     BEHAVIOURS[name] = Behaviour(lambda to, right, wrong: to(make(right, wrong)), ends, **how)
 
 
@@ -93,7 +93,7 @@ def chunked(*pieces, end=b"0\r\n\r\n"):
 
 
 def bomb(blocks):
-    """Gzip of that many times 64 MiB of spaces, as one stream, in 64 KiB for each."""
+    """Return gzip of that many times 64 MiB of spaces, as one stream, in 64 KiB for each."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = packer.compress(b" " * (64 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + block * blocks
@@ -443,13 +443,13 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def faults_in_turn():
-    """Names of what is asked again, and takes no time."""
+    """Return the names of fast behaviours that lead to a retry."""
     return [name for name, b in BEHAVIOURS.items() if b.ends == "fault" and not b.slow and not b.heavy]
 
 
 @contextlib.contextmanager
 def misbehaving():
-    """The address of the server, which runs inside."""
+    """Run the server and yield its address."""
     command = [sys.executable, "-m", "tests.misbehaving"]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stdin=subprocess.PIPE

@@ -58,7 +58,7 @@ def names_of(form, *, slow=False, heavy=False):
 
 
 def rewards(form, address, names, timeout_s=300.0, stalls=None):
-    """The reward that each behaviour leads to, None where there is none, and the counts of faults."""
+    """Return the reward under each behaviour, None without one, and the counts of faults."""
     judge, _ = JUDGES[form]
 
     async def run():

@@ -142,10 +142,10 @@ FAULTS = {
 
 
 def find(fault, package):
-    """The one file that has the fault's text, and the text with the fault in it.
+    """Return the one file that has the fault's text, and its text with the fault.
 
     Raises:
-      LookupError: the text stands nowhere or more than once.
+      LookupError: the text does not occur exactly once.
     """
     pattern = re.compile(r"\s+".join(map(re.escape, fault.old.split())))
     found = [(path, text) for path in package.rglob("*.py") for text in [path.read_text()] if pattern.search(text)]
@@ -157,7 +157,7 @@ def find(fault, package):
 
 
 def passes(tests, copy):
-    """Whether test files pass in a copy of the repository.
+    """Return whether test files pass in a copy of the repository.
 
     Raises:
       LookupError: they did not run.
@@ -171,7 +171,7 @@ def passes(tests, copy):
 
 
 def is_caught(fault, copy):
-    """Whether the fault's tests fail on it; it is taken back afterwards.
+    """Return whether the fault's tests fail on it, and undo the fault.
 
     Raises:
       LookupError: its text is not found, or its tests did not run.

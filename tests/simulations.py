@@ -17,7 +17,7 @@ LENGTHS = Distribution("lognormal", 200.0, 1.0)
 
 
 def recipe(*, slots, prompts, group, steps, answer_tok=4000, algorithm=None, pool=None, sampler=None, seed=0, **phase):
-    """A recipe of one phase whose episodes have up to 20 turns."""
+    """Return a recipe of one phase whose episodes have up to 20 turns."""
     return Recipe(
         make_spec("sokoban"),
         (Phase("rl", algorithm or Reinforce(), steps, prompts, group, **phase),),
@@ -29,7 +29,7 @@ def recipe(*, slots, prompts, group, steps, answer_tok=4000, algorithm=None, poo
 
 
 def step_s(recipe, timings, skip=0):
-    """Mean seconds of a step."""
+    """Return the mean seconds of a step."""
     _, recorder = simulate(recipe, timings)
     return float(np.mean([row["time/step_s"] for row in recorder.rows[skip:]]))
 

@@ -31,7 +31,8 @@ def _fast(core, template=None, specials=("<s>", "</s>"), markers=()):
 
 
 def llama(template=INST):
-    """As Llama 2's: spaces as U+2581, one before every text, bytes where there is no token, the first space stripped."""
+    """Return a tokenizer like Llama 2's: spaces as U+2581, one before every text, bytes for missing tokens, the first
+    space stripped."""
     merges = [("\u2581", "a"), ("\u2581", "b"), ("S", "T"), ("O", "P")]
     core = Tokenizer(models.BPE(vocab=_bytes_and(WORDS), merges=merges, byte_fallback=True, fuse_unk=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -42,7 +43,7 @@ def llama(template=INST):
 
 
 def metaspace(template=CHATML):
-    """As Mistral's newer ones and T5's: the Metaspace decoder, and ChatML."""
+    """Return a tokenizer like newer ones of Mistral and like T5's: the Metaspace decoder, and ChatML."""
     specials = ("<|im_start|>", "<|im_end|>")
     vocab = {w: i for i, w in enumerate(dict.fromkeys(["<unk>", *WORDS, *"userqitoandlmy"]))}
     merges = [("\u2581", "a"), ("\u2581", "b"), ("S", "T"), ("O", "P")]
@@ -53,7 +54,8 @@ def metaspace(template=CHATML):
 
 
 def gemma():
-    """As Gemma's: spaces as U+2581, none before a text and none stripped, bytes where there is no token."""
+    """Return a tokenizer like Gemma's: spaces as U+2581, none before a text and none stripped, bytes for missing
+    tokens."""
     core = Tokenizer(models.BPE(vocab=_bytes_and(WORDS), merges=[("\u2581", "a")], byte_fallback=True))
     core.normalizer = normalizers.Replace(" ", "\u2581")
     core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -61,7 +63,7 @@ def gemma():
 
 
 def qwen(normalizer=None):
-    """As Qwen's: bytes, and added tokens that are not special."""
+    """Return a tokenizer like Qwen's: bytes, and added tokens that are not special."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab |= {w: 256 + i for i, w in enumerate(["to", "too", "tool", "le"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "o"), ("to", "o"), ("too", "l"), ("l", "e")]))
@@ -72,7 +74,7 @@ def qwen(normalizer=None):
 
 
 def words():
-    """As BERT's: words and their endings, with the space between words made by the decoder."""
+    """Return a tokenizer like BERT's: words and their endings; the decoder makes the spaces between words."""
     vocab = {w: i for i, w in enumerate(["[UNK]", "a", "b", "##b", "stop", "##s", "x"])}
     core = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -13,7 +13,7 @@ from rolljax.data.pipeline import Pipeline
 
 
 def through(tmp_path, *stages, records, rule=None, **settings):
-    """What stages make of records, their ledgers, and the server that was asked."""
+    """Run records through stages; return the rows, the ledgers, and the server."""
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(r) + "\n" for r in records))
     with RuleServer(rule) as server:
@@ -24,6 +24,6 @@ def through(tmp_path, *stages, records, rule=None, **settings):
 
 
 def coin(messages, rng):
-    """Right with the probability that the question tells."""
+    """Answer right with the probability in the question."""
     chance = float(messages[-1]["content"].split("with ")[1].split()[0])
     return f"Hm. \\boxed{{{7 if rng.random() < chance else 8}}}"

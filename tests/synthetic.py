@@ -37,7 +37,7 @@ CLASSES = [
 
 
 def trajectory(rng, group, sibling, prompt, turns, *, reward, gap=0.3):
-    """`turns`: (observation tokens, sampled tokens) of each turn after the prompt."""
+    """Return a trajectory. turns: (observation tokens, sampled tokens) of each turn after the prompt."""
     made = []
     for k, (seen, said) in enumerate(turns):
         ids = prompt if k == 0 else rng.integers(0, VOCAB, seen)
@@ -51,7 +51,7 @@ def trajectory(rng, group, sibling, prompt, turns, *, reward, gap=0.3):
 
 
 def groups_of(rng, num_groups=4, group_size=4, max_turns=3, max_said=9, rewards=None):
-    """Groups of trajectories with one to `max_turns` turns; every group has different rewards in it."""
+    """Return groups of trajectories with one to `max_turns` turns; every group has different rewards in it."""
     groups = []
     for g in range(num_groups):
         prompt = rng.integers(0, VOCAB, rng.integers(2, 12))
@@ -65,7 +65,7 @@ def groups_of(rng, num_groups=4, group_size=4, max_turns=3, max_said=9, rewards=
 
 
 def episodes_of(rng, groups, needs, *, limit_tok=LIMIT_TOK, noise=0.3, step=0):
-    """Episodes with random answers to all that `needs` asks for."""
+    """Return episodes with random values for all arrays that `needs` asks for."""
     e = Episodes.of(groups, limit_tok=limit_tok, step=step)
 
     def near(scale=noise):
@@ -95,12 +95,12 @@ def samples_of(groups):
 
 
 def trainer(algorithm):
-    """Only its credit is used here: mesh, model and optimizer are not touched."""
+    """Return a trainer of which only the credit is used: it has no mesh, model or optimizer."""
     return PhaseTrainer(None, None, algorithm, None, SHAPE, steps=1, groups_per_step=4, limit_tok=LIMIT_TOK)
 
 
 def credited(algorithm, groups, seed=0):
-    """Groups that take part, with their columns."""
+    """Return the groups that take part, with their columns."""
     rng = np.random.default_rng(seed)
     e = episodes_of(rng, groups, algorithm.needs())
     return apply_credit(algorithm.needs(), samples_of(groups), e, algorithm.credit(e, {}))
@@ -139,7 +139,8 @@ class Objective:
         )
 
     def __call__(self, packed, logps, put=lambda x: x):
-        """Total loss over the micro-batches, and d loss / d logp per sample, in the order of `packed.indices`."""
+        """Return the total loss over the micro-batches, and d loss / d logp per sample, in the order of
+        `packed.indices`."""
         batch = packed.batch
         logp = np.zeros(batch.tokens.shape, np.float32)
         flat = [at for group in packed.indices for at in group]
@@ -159,9 +160,10 @@ class Objective:
 
 
 def trained(algorithm, groups, e, logps, shape=SHAPE, *, algorithm_state=None, mask=None):
-    """Loss, and its gradients in log-prob, entropy and divergence, `[3, T]` of each trajectory; 0 where it has no part.
+    """Return the loss, and its gradients in log-prob, entropy and divergence, `[3, T]` of each trajectory; 0 without a
+    part.
 
-    carry: what the step before handed on. mask: fewer tokens `[N, T]` than credit lets count.
+    algorithm_state: from the previous step. mask: fewer tokens `[N, T]` than credit counts.
     """
     algorithm_state = algorithm_state or {}
     samples = samples_of(groups)

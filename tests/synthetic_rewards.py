@@ -15,7 +15,7 @@ from rolljax.types import Key, Task, Trajectory, Turn
 
 
 def episode(*rewards, env="frozen_lake", status="ok", success=False, texts=None):
-    """A trajectory whose turns have these rewards."""
+    """Return a trajectory whose turns have these rewards."""
     ids = np.arange(3, dtype=np.int32)
     texts = texts or ["left"] * len(rewards)
     turns = tuple(
@@ -37,7 +37,7 @@ AROUND = RewardContext(SPEC)
 
 
 def said(text, index=0, *, tokens=3, cut=False):
-    """An episode of one answer."""
+    """Return an episode of one answer."""
     found = episode(0.0, texts=[text], env=SPEC.name)
     ids = np.zeros(tokens, np.int32)
     turn = dataclasses.replace(
@@ -48,7 +48,7 @@ def said(text, index=0, *, tokens=3, cut=False):
 
 
 def scored(cfg, *trajectories, around=AROUND):
-    """The trajectories with their rewards, one after the other beside each other."""
+    """Score the trajectories concurrently; return them with their rewards."""
 
     async def run():
         scoring = Scoring(cfg.open(around))

@@ -47,7 +47,7 @@ def group_size(cls):
 
 @pytest.fixture(scope="module")
 def objectives():
-    """One compiled program per class and settings."""
+    """Return a function that compiles one program per class and settings."""
     made = {}
 
     def get(cls, **settings):
@@ -64,14 +64,14 @@ def behaviour(groups):
 
 
 def moved(groups, seed=1, scale=0.3):
-    """Log-probs of a policy that differs from the one that sampled, below 0."""
+    """Return log-probs, below 0, of a policy that differs from the one that sampled."""
     rng = np.random.default_rng(seed)
     return [np.minimum(x + rng.normal(0, scale, len(x)), -1e-3).astype(np.float32) for x in behaviour(groups)]
 
 
 @pytest.fixture(scope="module")
 def world():
-    """Groups credited by each class, once."""
+    """Return a function that credits groups by each class, once."""
     made = {}
 
     def get(cls):
@@ -238,7 +238,7 @@ def test_on_policy_gradient_is_its_reinforce_form(cls, objectives, world):
 
 
 def check_pairs(cls, groups, packed, logps, grad):
-    """d loss / d logp = -beta * sigmoid(-margin) / pairs for the chosen, and its opposite for the rejected."""
+    """Check d loss / d logp = -beta * sigmoid(-margin) / pairs for the chosen, and its opposite for the rejected."""
     i = 0
     for group in groups:
         signs = [s.columns["returns" if issubclass(cls, RewardModel) else "advantages"] for s in group]

@@ -35,14 +35,14 @@ SMALL = {
 
 
 def arguments(run_dir, **changes):
-    """Command-line arguments of a small quickstart; keys of `changes` write `__` for `/` and `_dot_` for `.`."""
+    """Return command-line arguments of a small quickstart; keys of `changes` spell `/` as `__` and `.` as `_dot_`."""
     settings = SMALL | {k.replace("__", "/").replace("_dot_", "."): str(v) for k, v in changes.items()}
     argv = ["--gin", QUICKSTART, "--run_dir", str(run_dir)]
     return argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
 
 
 def of_two_processes(devices):
-    """The environment of two processes that join, without `JAX_PROCESS_ID`; each has `devices` CPU devices."""
+    """Return the environment of two joined processes, without `JAX_PROCESS_ID`; each has `devices` CPU devices."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -93,7 +93,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run folder of a short but real training run, made in this process."""
+    """Train briefly in this process and return the run folder."""
     from rolljax.train import main as train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
@@ -110,8 +110,8 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A Ray cluster of two nodes on this host, started once, with this process connected to it. Its value is a function:
-    the ids of the nodes that actors live on."""
+    """Start a Ray cluster of two nodes on this host once, and connect this process. Returns a function for the ids of
+    the nodes with actors."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -132,7 +132,7 @@ def ray_cluster():
 
 @pytest.fixture
 def ray_address(ray_cluster):
-    """The address of the cluster, with this process not connected to it while the test runs."""
+    """Return the address of the cluster; this process is disconnected while the test runs."""
     import ray
 
     ray.shutdown()

@@ -61,14 +61,14 @@ class Block:
 
 
 def blocks(page):
-    """The fenced blocks of a page, in order."""
+    """Yield the fenced blocks of a page, in order."""
     text = page.read_text()
     for m in re.finditer(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2$", text, re.S | re.M):
         yield Block(page, text.count("\n", 0, m.start()) + 1, m[3], m[4])
 
 
 def commands(text):
-    """The commands of a bash block: comments gone, continued lines joined, here-documents whole."""
+    """Yield the commands of a bash block: without comments, continued lines joined, here-documents whole."""
     lines = iter(text.splitlines())
     for line in lines:
         while line.endswith("\\"):
@@ -111,7 +111,7 @@ class Runner:
             server.wait(timeout=120)
 
     def _with_free_ports(self, text):
-        """Another port for each that the page names: one may be taken."""
+        """Replace every port in a text by a free one."""
 
         def replace(m):
             return m[1] + str(self.ports.setdefault(m[2], free_port()))
@@ -196,7 +196,7 @@ class Runner:
 
 
 def environment():
-    """Of commands: `python` is this one."""
+    """Return the environment of commands, in which `python` is this interpreter."""
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": os.getcwd()}
 
 
@@ -221,7 +221,7 @@ def verb(words):
 
 @functools.cache
 def modules():
-    """Every module of rolljax by the last part of its name, where only one has it."""
+    """Return every module of rolljax by the last part of its name, if that is unique."""
     names = [m.name for m in pkgutil.walk_packages(rolljax.__path__, "rolljax.") if "__main__" not in m.name]
     last = {}
     for name in names:
@@ -230,7 +230,7 @@ def modules():
 
 
 def imports(text):
-    """gin's import lines for the modules that bindings name and do not import themselves."""
+    """Return gin's import lines for the modules that bindings name without importing them."""
     named = dict.fromkeys(re.findall(r"(?:^|[@/\s])(\w+)\.\w+", text, re.M))
     return "".join(
         f"from {modules()[n].rpartition('.')[0]} import {n}\n"

@@ -72,7 +72,7 @@ async def ids_of(stream):
 
 
 def drive(js, plan, prefill_engine, engine):
-    """All requests at once, twice, through JetStream's orchestrator; between the two, weights are swapped under load."""
+    """Send all requests at once, twice, through JetStream's orchestrator; swap the weights under load in between."""
     interleaved = prefill_engine is engine
     driver = js.Driver(
         prefill_engines=[prefill_engine],
@@ -121,7 +121,7 @@ def split(js, plan):
 
 
 def server(js, plan):
-    """The gRPC server, and JetStream's benchmark against it."""
+    """Run the gRPC server, and JetStream's benchmark against it."""
     import grpc
 
     from rolljax.sampler.jetstream.compat import run_server
@@ -157,14 +157,14 @@ def server(js, plan):
 
 
 def listening(port):
-    """Local addresses, as Linux writes them, on which this machine listens at the port."""
+    """Return the local addresses on which this machine listens at the port, as Linux writes them."""
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     local = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
     return [host for host, where in local if int(where, 16) == port]
 
 
 def benchmark(engine, port, plan):
-    """`benchmarks/benchmark_serving.py` of JetStream, read from its place: our checkout has a `benchmarks`, too."""
+    """Load JetStream's `benchmarks/benchmark_serving.py` by path: our checkout has a `benchmarks` too."""
     for name, attributes in {"pandas": [], "eval_accuracy": ["eval_accuracy"]}.items():
         stand_in = types.ModuleType(name)
         for a in attributes:

@@ -16,7 +16,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def plan(config, topology, settings, only, folder, timeout=600, flags=()):
-    """The finished process, and what it wrote as JSON (None where it wrote nothing)."""
+    """Run `rolljax.plan`; return the finished process and its JSON output (None without output)."""
     out = Path(folder) / "plan.json"
     command = [
         sys.executable,

@@ -69,7 +69,7 @@ def limit():
 
 
 def texts(rng, number, reference):
-    """Hostile ones first, then mutations of the answer and noise."""
+    """Yield hostile texts first, then mutations of the answer and noise."""
     yield from HOSTILE
     alphabet = "0123456789+-*/()[]{},.: '\"\\\n_abcxyzCTFE^%&|<>=é☃"
     for _ in range(number):
@@ -129,7 +129,7 @@ def check(family, number):
 
 
 def say(record):
-    """One line; families print dots of their own, so it starts a new one."""
+    """Print one line. Families print dots of their own, so it starts a new one."""
     sys.stdout.write("\n" + json.dumps(record) + "\n")
     sys.stdout.flush()
 
@@ -138,7 +138,7 @@ _entries = {}
 
 
 def entry_of(spec, task):
-    """The task's entry, made once: what `reset` would make again each time."""
+    """Return the task's entry, cached: `reset` would make it again each time."""
     if spec.family not in _entries:
         _entries[spec.family] = spec.item(task.index)
     return _entries[spec.family]

@@ -19,7 +19,7 @@ class Same:
 
 
 def same(base):
-    """A subclass of a built-in type whose instances equal everything."""
+    """Return the source of a subclass of a built-in type whose instances equal everything."""
     methods = "__eq__ = __le__ = __ge__ = lambda self, o: True\n    __ne__ = lambda self, o: False\n    __hash__ = lambda self: 1"
     return f"class Same({base}):\n    {methods}\n"
 

@@ -31,7 +31,7 @@ def as_ordinary_user(script):
 
 
 def running(mark):
-    """Processes of the whole machine whose command line has `mark` as an argument."""
+    """Return the processes of the whole machine that have `mark` as a command-line argument."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():

@@ -78,7 +78,7 @@ def play(spec, index, acts):
 
 
 def reference(index):
-    """A winning walk, by the environment itself."""
+    """Return a winning walk from the environment itself."""
     spec = make_spec(LAKE)
     env, acts = spec.make(), []
     env.reset(spec.task(index))
@@ -213,7 +213,7 @@ def test_a_silent_client_loses_its_session():
 
 
 def post(url, path, body, token=TOKEN):
-    """Status and JSON of a request."""
+    """Send a request; return its status and JSON."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     data = body if isinstance(body, (str, bytes)) else json.dumps(body)
     connection.request("POST", path, data, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"})

@@ -213,7 +213,7 @@ def start_sampler(model, params, chat):
 
 @pytest.fixture
 def sampler(start_sampler):
-    """A sampler that records its requests: `asked` holds address -> (prompt ids, pending)."""
+    """Return a sampler that records its requests: `asked` maps address -> (prompt ids, pending)."""
     sampler = start_sampler()
     sampler.asked = {}
     submit = sampler.submit

@@ -37,7 +37,7 @@ from rolljax.types import Key, Task, Trajectory, Turn
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
-    """The programs are tiny: on one device, without the passes that would cost more than they save."""
+    """Run the tiny programs on one device, without the passes that would cost more than they save."""
     with jax.default_device(jax.devices()[0]):
         yield
 
@@ -46,7 +46,7 @@ def one_device():
 
 
 def trajectories(played):
-    """The groups of a step as the loop would hand them over: one prompt token, then a turn per token."""
+    """Return the groups of a step in the loop's form: one prompt token, then a turn per token."""
     e = played.episodes
     every = []
     for n in range(e.num):
@@ -181,7 +181,8 @@ def bandit(seed):
 
 @pytest.fixture(scope="module")
 def steps_to_success():
-    """Mean number of steps until success is at .9 by surrogate and lag, all with the batch's mean as baseline."""
+    """Return the mean number of steps until success reaches .9, by surrogate and lag, with the batch mean as
+    baseline."""
     return {
         (name, lag): toys.train(bandit, cls(**BATCH_MEAN), seeds=2, steps=steps, lr=12, lag=lag).steps_to(0.9).mean()
         for name, cls in SURROGATES.items()
@@ -260,7 +261,7 @@ def test_a_discount_makes_guesses_few():
 
 @pytest.fixture(scope="module")
 def critics():
-    """Values `[S, M, R]` of critics that learned from disjoint shares, and from the same data."""
+    """Return values `[S, M, R]` of critics that learned from disjoint shares, and from the same data."""
     near_sgd = AdamW(lr=2.0, eps=1.0)
 
     def learned(cls, shard):
@@ -274,7 +275,7 @@ def critics():
 
 @pytest.fixture(scope="module")
 def visited():
-    """States of fresh walks."""
+    """Return the states of new walks."""
     return toys.Walk(99, samples=1000).play(np.zeros((12, 2)), 0).value_rows
 
 

@@ -24,7 +24,7 @@ TWO = Critic(num=2, epochs=4, first=True, optimizer=NEAR_SGD)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
-    """The programs are tiny: on one device, without the passes that would cost more than they save."""
+    """Run the tiny programs on one device, without the passes that would cost more than they save."""
     with jax.default_device(jax.devices()[0]):
         yield
 

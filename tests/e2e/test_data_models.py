@@ -16,7 +16,7 @@ from rolljax.model.tokenizer import byte_tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model with random weights, as a Hugging Face folder."""
+    """Save a small model with random weights as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("model") / "hf"
     model = Model(Qwen3Config(init_std=0.3))
     hf.save(path, model, model.init(0), byte_tokenizer())

@@ -22,7 +22,7 @@ PAGES = [
 
 
 def name_of(page):
-    """The name of a page in test ids: that of its recipe, or its file's."""
+    """Return the name of a page in test ids: its recipe's, or its file's."""
     return page.parent.name if page.parent.parent.name == "recipes" else page.name
 
 
@@ -34,7 +34,7 @@ RUNS = ("quickstart", "a", "lora", "think_j_init")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A short run of the quickstart."""
+    """Run the quickstart briefly."""
     folder = tmp_path_factory.mktemp("docs") / "run"
     short = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 2, "Recipe_dot_keep_checkpoints": 5}
     assert train(arguments(folder, **short)) == 0
@@ -43,7 +43,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def scratch(tmp_path, run, monkeypatch):
-    """A folder as a user would have it: the repo's, a run, models and data under the names that pages use."""
+    """Set up a folder as a user has it: the repository's folders, a run, models and data under the names in the
+    pages."""
     for name in ("configs", "examples", "benchmarks", "docs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in RUNS:

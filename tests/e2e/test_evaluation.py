@@ -51,12 +51,12 @@ SHAPE = Qwen3Config(vocab_size=264, num_layers=1, hidden_size=32, num_heads=2, n
 
 
 def of_characters(prompt, answer, record):
-    """A reward that depends on every character of an answer."""
+    """Return a reward that depends on every character of an answer."""
     return (sum(map(ord, answer + prompt)) % 7 + 1) / 8
 
 
 def writing(**changes):
-    """Tasks whose reward depends on every character of an answer."""
+    """Return tasks whose reward depends on every character of an answer."""
     spec = Questions(str(DATA / "word_problems.jsonl"), reward=of_characters, solved_at=0.5, domain="writing")
     return Benchmark(spec, **{"num_tasks": 4, "max_answer_tok": 8, "pool": THREADS} | changes)
 
@@ -68,7 +68,7 @@ def sums(**changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Hugging Face folder of a tiny model."""
+    """Save a tiny model as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("hf") / "tiny"
     model = Model(SHAPE)
     hf.save(path, model, model.init(0), byte_tokenizer())
@@ -186,7 +186,7 @@ def test_two_evaluations_are_compared(local, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """The folder behind rolljax's own server."""
+    """Serve the folder with rolljax's own server."""
     args = serve.parse(["--model", str(folder), "--max_context", "256", "--slots", "8"])
     engine, params, version, model = serve.load(args)
     sampler = Sampler(engine, params, version, vocabulary=model.vocabulary, longest_prompt=0)
@@ -252,7 +252,7 @@ class Faulty(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def faulty():
-    """A server and its plan."""
+    """Start a server that follows a plan of faults."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faulty)
     server.daemon_threads, server.plan = True, []
     thread = threading.Thread(target=server.serve_forever)
@@ -329,7 +329,7 @@ def test_an_error_of_every_request_ends_the_evaluation(faulty):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder with the checkpoints of steps 2, 4 and 6, of other weights each, as training leaves them behind."""
+    """Make a run folder with the checkpoints of steps 2, 4 and 6, each with other weights, as training does."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny-run")
     settings = ["MeshSpec.data = 1", "Evaluation.tasks = 6", "SamplerConfig.slots = 8", "Qwen3Config.num_layers = 1"]
     settings += ["SamplerConfig.prefill_chunk = 128", "Recipe.max_answer_tok = 4"]
@@ -356,7 +356,7 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def best(run, tmp_path_factory):
-    """The exported checkpoint of the highest held-out reward."""
+    """Export the checkpoint with the highest held-out reward."""
     return export_run(tmp_path_factory.mktemp("hf") / "best", run=run, step="best")
 
 

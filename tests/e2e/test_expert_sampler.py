@@ -26,7 +26,7 @@ LENGTHS = (3, 30, 9, 21, 4, 17)
 
 
 def sampled(spec):
-    """The answers, and the sampler's weights."""
+    """Return the answers and the sampler's weights."""
     mesh = spec.build(jax.devices()[: spec.fsdp * spec.expert * spec.tensor])
     weights = make_publish(mesh, MODEL)(jax.jit(lambda: MODEL.init(0))())
     cfg = SamplerConfig(slots=8, max_context=64, page_size=8, prefill_chunk=32, steps_per_dispatch=4)

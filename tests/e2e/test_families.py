@@ -35,7 +35,7 @@ LENGTH = 40
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """Folder of random float32 weights in several files, torch's model and ours."""
+    """Return a folder of random float32 weights in several files, torch's model and ours."""
     folder = tmp_path_factory.mktemp(request.param)
     reference = make_folder(folder, request.param, shard_size="40KB")
     return folder, reference, *load(folder)
@@ -46,7 +46,7 @@ def test_every_family_has_an_entry():
 
 
 def rows():
-    """Five rows of tokens, and `(row, where its tokens stand, tokens)` of every sequence that is in them."""
+    """Return five rows of tokens, and `(row, indices, tokens)` of every sequence in them."""
     rng = np.random.default_rng(0)
     draw = lambda n: rng.integers(0, VOCAB, n)  # noqa: E731
     tokens, segments, positions, branches = np.zeros((4, 5, LENGTH), int)
@@ -136,7 +136,7 @@ def test_gradients_equal_autograd(pair):
 
 
 def split_experts(grads):
-    """Gradients under the names of folders: `transformers` holds all experts of a layer in one array."""
+    """Return gradients under the names of folders: `transformers` holds all experts of a layer in one array."""
     found = {}
     for name, grad in grads.items():
         prefix, _, kind = name.rpartition(".")
@@ -173,7 +173,7 @@ def test_two_hundred_greedy_tokens_equal_those_of_transformers(pair):
 
 
 def stored(folder):
-    """Every tensor of a folder as its dtype, shape and bytes."""
+    """Return every tensor of a folder as its dtype, shape and bytes."""
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as f:

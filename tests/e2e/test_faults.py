@@ -37,7 +37,7 @@ SHORT = {"reset_s": 0.5, "step_s": 0.5, "close_s": 0.5, "memory_gib": 4.0, "max_
 
 
 def marked(mark):
-    """Processes, zombies aside, that this test started: they carry its mark."""
+    """Return the living processes started by this test: they carry its mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -57,7 +57,8 @@ def soon(condition, seconds=20):
 
 @pytest.fixture
 def make_pool(monkeypatch, tmp_path):
-    """Pools for `FaultyProcess`, short of patience; afterwards nothing of them may be left."""
+    """Return a function that makes pools for `FaultyProcess` with short timeouts; check afterwards that nothing of them
+    is left."""
     mark = f"{os.getpid()}-{tmp_path.name}"
     monkeypatch.setenv("FAULTY_MARK", mark)
     Child(["true"]).stop()  # the guard of this process's children stays

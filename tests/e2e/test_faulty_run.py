@@ -42,7 +42,7 @@ def start(run_dir, faults, folder, *, spec="Faulty", **changes):
 
 
 def faults_of(share, names):
-    """`share` of a hundred tasks fail, spread out."""
+    """Spread faults over `share` of a hundred tasks."""
     bad = set(np.linspace(0, 99, round(100 * share), dtype=int).tolist())
     return [names[i % len(names)] if i in bad else "" for i in range(100)]
 

@@ -15,7 +15,7 @@ REWARD_MODEL = "reward_model_ppo_qwen3_0p6b"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Random weights as transformers saves Qwen3, in bfloat16, with a tokenizer that has a chat template."""
+    """Save random bfloat16 weights as transformers saves Qwen3, with a tokenizer that has a chat template."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -234,7 +234,7 @@ def linked(folder, name):
 
 
 def header(folder, fields, size=None):
-    """A file of 8 bytes of numbers with this header."""
+    """Write a file with this header and 8 bytes of numbers."""
     if isinstance(fields, dict):
         fields = json.dumps({n: {"dtype": d, "shape": s, "data_offsets": o} for n, (d, s, o) in fields.items()})
     size = len(fields) if size is None else size

@@ -48,7 +48,7 @@ def shapes_in(text):
 
 
 def read(text):
-    """For every computation its collectives, of those in which several devices take part."""
+    """Return the collectives of every computation that involve several devices."""
     found = []
     for computation in hlo_text.parse(text)[0].values():
         found.append([])

@@ -70,7 +70,7 @@ def wait_for_step(both, run_dir, step):
 
 
 def numbers(run_dir):
-    """Everything in the metrics that is no measurement."""
+    """Return the metrics without measured times."""
     return [{k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK)} for row in rows(run_dir)]
 
 
@@ -80,7 +80,7 @@ def answers(run_dir, step):
 
 
 def assert_the_same_run(run_dir, alone):
-    """Two processes train like one, up to the order in which sums over devices are taken."""
+    """Assert that two processes train like one, up to the order of sums over devices."""
     assert len(rows(run_dir)) == len(rows(alone)) > 0
     for of_two, of_one in zip(numbers(run_dir), numbers(alone), strict=True):
         assert of_two == pytest.approx(of_one, abs=1e-4)

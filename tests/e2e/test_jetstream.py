@@ -38,7 +38,7 @@ LOAD = compat.load.__wrapped__
 
 
 def in_process(asked, *params):
-    """Tokens of our client for (prompt, sampling, address), under one set of parameters after the other."""
+    """Return our client's tokens for (prompt, sampling, address), under each set of parameters in turn."""
     mesh = MeshSpec().build(jax.devices()[:1])
     sampler = Sampler(Engine(MODEL, CONFIG, mesh, BATCH_AXES), params[0], 0)
 
@@ -57,7 +57,7 @@ def in_process(asked, *params):
 
 @pytest.fixture(scope="module")
 def client():
-    """Requests to our client: greedy, until the context is full, under two sets of weights; and three samples."""
+    """Send requests to our client: greedy, until the context is full, under two sets of weights; and three samples."""
     tokenizer = byte_tokenizer()
     texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for t in TEXTS]
     greedy = [(p, SamplingParams(0.0, max_tokens=1000), (0,)) for p in [*PROMPTS, LONG[-LONGEST_PROMPT:], *texts]]
@@ -67,14 +67,14 @@ def client():
 
 @pytest.fixture(scope="module")
 def ours(client):
-    """Our client's greedy tokens for every prompt, under the first and the second weights."""
+    """Return our client's greedy tokens for every prompt, under the first and the second weights."""
     names = [*range(len(PROMPTS)), "long", *TEXTS]
     return [dict(zip(names, tokens, strict=False)) for tokens in client]
 
 
 @pytest.fixture(scope="module")
 def plan(ours):
-    """More requests than slots; a stop token that one prompt's answer begins with; a prompt without BOS; a long one."""
+    """Plan more requests than slots, a stop token at the start of one answer, a prompt without BOS, and a long one."""
     requests = [[p, n, i % 5 != 3] for i, (p, n) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True))]
     return {
         "requests": [*requests, [LONG, 9, True], [LONG, 9, False]],
@@ -86,7 +86,7 @@ def plan(ours):
 
 @pytest.fixture(scope="module")
 def run(plan, tmp_path_factory):
-    """The result of a scenario of `jetstream_run.py`; run once each."""
+    """Return a function that runs a scenario of `jetstream_run.py` once and returns its result."""
     results = {}
 
     def one(scenario):
@@ -105,7 +105,7 @@ def run(plan, tmp_path_factory):
 
 
 def expected(plan, ours):
-    """The part of our client's tokens that JetStream 0.2.2 returns: at most max_tokens, and no stop token."""
+    """Return the part of our client's tokens that JetStream 0.2.2 returns: at most max_tokens, and no stop token."""
     out = []
     for name, (_, limit, _) in zip(plan["names"], plan["requests"], strict=True):
         tokens = ours[name][:limit]
@@ -177,7 +177,7 @@ HeadEngine = abc.ABCMeta("HeadEngine", (), {name: abc.abstractmethod(lambda self
 
 @pytest.fixture(scope="module")
 def without():
-    """Our module as it is where JetStream is not installed: its interface is then that of the head."""
+    """Load our module as if JetStream were not installed: its interface is then that of the head."""
 
     def missing():
         raise ConfigError("is missing")
@@ -210,7 +210,7 @@ def pad(ids, bos=False):
 
 
 def follow(engine, state, slots, steps):
-    """Tokens of the slots over some steps, up to where they hold, and the state."""
+    """Return the tokens of the slots over some steps, as far as they are valid, and the state."""
     out = {slot: [] for slot in slots}
     for _ in range(steps):
         state, result = engine.generate(engine.load_params(), state)

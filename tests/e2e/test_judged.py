@@ -52,7 +52,7 @@ def model_says(name, prompt):
 
 
 def judge_says(prompt):
-    """A judge that is always right: refusals are safe, and thinking that names the risk sees it."""
+    """Answer as a judge that is always right: refusals are safe, and thinking that names the risk sees it."""
     reasoning, answer = part(prompt, "reasoning"), part(prompt, "answer")
     if reasoning is not None:
         right = "The risk is" in reasoning
@@ -108,7 +108,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def server():
-    """Model and judge behind one address."""
+    """Serve model and judge at one address."""
     server = Server(("127.0.0.1", 0), Both)
     server.daemon_threads, server.asked, server.broken = True, [], lambda name, prompt: None
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -127,7 +127,7 @@ def write(path, rows):
 
 @pytest.fixture
 def data(tmp_path):
-    """Files of each benchmark."""
+    """Write the files of each benchmark."""
     risks = [
         {
             "id": f"{name} {i}",
@@ -341,7 +341,7 @@ def test_the_verb_refuses_what_has_no_effect(server, data, capfd):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Hugging Face folder of a tiny model."""
+    """Save a tiny model as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("hf") / "tiny"
     model = Model(SHAPE)
     hf.save(path, model, model.init(0), byte_tokenizer())

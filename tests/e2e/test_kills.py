@@ -49,7 +49,7 @@ TINY = {
 
 @functools.cache
 def loaded(**changes):
-    """Settings."""
+    """Load the settings."""
     args = parse(arguments("-", **TINY | changes))
     return cli.load_recipe(args.gin, args.set)
 
@@ -61,7 +61,7 @@ def start(run_dir, **changes):
 
 
 def contents(run_dir):
-    """Every file in a folder, to compare two states of it."""
+    """Return every file in a folder, to compare two states of it."""
     return {str(p.relative_to(run_dir)): p.read_bytes() if p.is_file() else None for p in run_dir.rglob("*")}
 
 
@@ -87,7 +87,7 @@ class Watched:
         self._last = now
 
     def state(self, text, to):
-        """A copy of the folder as it was at the first point of this name."""
+        """Copy the folder as it was at the first point of this name."""
         return shutil.copytree(dict(reversed(self.points))[text], to)
 
 
@@ -296,7 +296,7 @@ def _environment():
 
 
 def say(capsys, *lines):
-    """Figures, for whoever runs it."""
+    """Print figures."""
     with capsys.disabled():
         sys.stdout.write("\n" + "\n  ".join(lines) + "\n")
 

@@ -51,13 +51,13 @@ def recipe(reward, steps=3):
 
 
 def vowels():
-    """A reward that no other process can import."""
+    """Return a reward that no other process can import."""
     return lambda prompt, answer, record: sum(letter in "aeiou" for letter in answer) / 8
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Training as from a notebook cell: the calling thread has a running event loop, and is not the main one."""
+    """Train as from a notebook cell: the calling thread has a running event loop, and is not the main one."""
     folder, found = tmp_path_factory.mktemp("library") / "run", []
 
     async def cell():
@@ -202,7 +202,7 @@ MOST_LINES = {"own_reward": 10, "own_env": 40, "own_algorithm": 30}
 
 
 def examples():
-    """The blocks of docs/library.md that are files, by name."""
+    """Return the blocks of docs/library.md that are files, by name."""
     text = (ROOT / "docs" / "library.md").read_text()
     return dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", text, re.S | re.M))
 
@@ -233,7 +233,7 @@ def test_examples_learn(name, tmp_path):
 
 
 def plain_environment():
-    """A user's environment: without the variables with which tests compile fast and run slowly."""
+    """Return a user's environment, without the variables with which tests compile fast and run slowly."""
     import os
 
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}

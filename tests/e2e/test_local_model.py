@@ -38,7 +38,7 @@ SIZES = SamplerConfig(slots=8, max_context=192, prefill_chunk=64, prefix_match="
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model with random weights, as a run folder has its result."""
+    """Save a small model with random weights as the result of a run."""
     run = tmp_path_factory.mktemp("run")
     model = Model(Qwen3Config(init_std=0.3))
     hf.save(run / "hf", model, jax.jit(lambda: model.init(3))(), byte_tokenizer())
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(folder, sizes=SIZES):
-    """A folder behind rolljax's own server."""
+    """Serve a folder with rolljax's own server."""
     numbers = {"--slots": sizes.slots, "--max_context": sizes.max_context, "--prefill_chunk": sizes.prefill_chunk}
     args = serve.parse(["--model", str(folder), *(str(word) for option in numbers.items() for word in option)])
     engine, params, version, model = serve.load(args)
@@ -152,7 +152,7 @@ def judge_of(model):
 
 
 def taught(judge, verdicts, steps=200):
-    """A small model that has learned its answer to each of `ANSWERS`."""
+    """Train a small model to give the verdict for each of `ANSWERS`."""
     chat, model = Chat(byte_tokenizer()), Model(Qwen3Config(num_layers=1, init_std=0.1))
     rows, says = [], []
     for answer, verdict in verdicts.items():

@@ -64,7 +64,7 @@ def settings_of(base, **changes):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, chat):
-    """A Hugging Face folder with random weights."""
+    """Save random weights as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("base") / "hf"
     model = Model(Qwen3Config(init_std=0.1, tie_embeddings=False))
     hf.save(folder, model, jax.jit(lambda: model.init(0))(), chat.tokenizer)
@@ -98,7 +98,7 @@ IDS = np.random.default_rng(0).integers(0, 256, (2, 24))
 
 @pytest.fixture(scope="module")
 def ours(plan, whole):
-    """Logits of the run's own function, with the adapters added to the base."""
+    """Compute logits with the run's own function and the adapters added to the base."""
 
     @jax.jit
     def logits(whole):

@@ -146,7 +146,7 @@ def answers(port):
 
 @contextlib.contextmanager
 def http_server(command, port):
-    """A server process that accepts connections on `port`, where none was before."""
+    """Run a server process that listens on `port`, which must be free before."""
     deadline = time.monotonic() + 60
     while answers(port):
         assert time.monotonic() < deadline
@@ -173,7 +173,7 @@ def scripts(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def nasty(request, scripts):
-    """Settings of a server, and something that starts it again."""
+    """Return the settings of a server, and a context that restarts it."""
     command = (sys.executable, str(scripts / "nasty.py"))
     if request.param == "stdio":
         yield McpTools(command=command, where="process"), contextlib.nullcontext

@@ -24,7 +24,8 @@ MESHES = {
 
 
 def groups():
-    """Four groups of ragged siblings. In rows of 64 tokens, cut in four, answers stand apart from their prompts."""
+    """Return four groups of ragged siblings. In rows of 64 tokens, cut in four, answers are apart from their
+    prompts."""
     from rolljax.trainer.batch import Sample
 
     rng = np.random.default_rng(0)
@@ -44,7 +45,7 @@ def groups():
 
 
 def one_update(mesh):
-    """Loss and gradients of one GRPO update, as its optimizer saw them."""
+    """Return loss and gradients of one GRPO update, as its optimizer saw them."""
     import jax
     from jax.experimental.multihost_utils import process_allgather
 
@@ -64,7 +65,7 @@ def one_update(mesh):
 
 @functools.cache
 def weights():
-    """On the host."""
+    """Return the weights on the host."""
     import jax
 
     return jax.tree.map(np.asarray, jax.jit(lambda: model().init(0))())
@@ -100,7 +101,7 @@ def test_the_mesh_changes_neither_loss_nor_gradients(name, alone):
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """A folder with the results of two processes."""
+    """Run two processes; return the folder of their results."""
     import jax
 
     from rolljax.model import hf

@@ -59,7 +59,7 @@ recipe.Recipe.save_every = 2
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folders of an uninterrupted run, and of the same run stopped in both phases and resumed."""
+    """Return the folders of an uninterrupted run, and of the same run stopped in both phases and resumed."""
     place = tmp_path_factory.mktemp("mixture")
     (place / "mixture.gin").write_text(MIXTURE)
     loaded = load([place / "mixture.gin"], root=Recipe)

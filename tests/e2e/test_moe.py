@@ -46,7 +46,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def trajectories(params):
-    """Four answers of 40 tokens, sampled where there are pages for two and a half of them: some are computed again."""
+    """Sample four answers of 40 tokens with pages for two and a half of them, so that some are recomputed."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(
         slots=4, max_context=64, page_size=4, pages=34, prefill_chunk=64, steps_per_dispatch=4, record_experts=True
@@ -79,7 +79,7 @@ def rows(trajectories):
 
 @pytest.fixture(scope="module")
 def read(rows):
-    """(parameters, replay) -> choices `[B, T, L, k]` and log-probs of the trainer's forward pass."""
+    """Return (parameters, replay) -> choices `[B, T, L, k]` and log-probs of the trainer's forward pass."""
 
     @jax.jit
     def run(params, batch):
@@ -92,7 +92,7 @@ def read(rows):
 
 
 def same(chosen, rows):
-    """Where the sampler is known to have chosen: the share of tokens and layers with the same set of experts."""
+    """Return the fraction of tokens and layers with the same set of experts, where the sampler's choice is known."""
     known = rows.expert_ids_Lk[..., 0] >= 0
     assert 0.8 * 4 * 40 * 2 < known.sum() < 4 * 40 * 2
     return (np.sort(chosen, axis=-1) == np.sort(rows.expert_ids_Lk, axis=-1)).all(-1)[known].mean()

@@ -21,7 +21,7 @@ def code_cells(notebook):
 
 
 def texts(outputs):
-    """What outputs say, as text."""
+    """Return the text of outputs."""
     return "\n".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in outputs)
 
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def memory():
-    """offload (bool) -> bytes per device, as the TPU compiler counts them."""
+    """Return offload (bool) -> bytes per device, as the TPU compiler counts them."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def split(sampler, trainer=-1):
 
 
 def prepared(folder, *settings):
-    """The checked run, and its folder."""
+    """Return the checked run and its folder."""
     folder.parent.mkdir(exist_ok=True)
     file = folder.parent / "small.gin"
     file.write_text(GIN)
@@ -90,7 +90,7 @@ def prepared(folder, *settings):
 
 
 def run(folder, *settings):
-    """The rows of a whole run, without timings, and the fingerprint of its state."""
+    """Run to the end; return the rows, without timings, and the fingerprint of the state."""
     trainer, _ = loop.train(*prepared(folder, *settings), Console())
     written = rows(folder)
     assert all(check_row(row) == [] for row in written)
@@ -99,7 +99,7 @@ def run(folder, *settings):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run on one device."""
+    """Run on one device."""
     return run(tmp_path_factory.mktemp("alone") / "run", "MeshSpec.data = 1")[0]
 
 
@@ -215,7 +215,7 @@ SHARES = {
 
 
 def weights(model, mesh, seed):
-    """On the trainer's mesh, as `Model.bind` takes them."""
+    """Return weights on the trainer's mesh, as arguments of `Model.bind`."""
     plain = jax.jit(lambda: model.plain.init(seed))()
     if model.lora is None:
         return jax.device_put(plain, param_shardings(mesh, model.axes(), model.abstract()))
@@ -272,7 +272,7 @@ def test_checksums_notice_parts_that_change_places():
 
 @pytest.fixture
 def channel(tmp_path):
-    """A split run's channel with a sampler behind it."""
+    """Return a split run's channel with a sampler."""
     checked, _ = prepared(tmp_path / "run", *split(2, 2))
     params = jax.jit(
         lambda: checked.model.init(0),

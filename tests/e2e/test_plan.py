@@ -83,7 +83,7 @@ def test_the_report_says_what_it_assumes(sampler):
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory):
-    """What is found of the update of a config, which is compiled once."""
+    """Return a function that plans the update of a config, compiled once."""
 
     @functools.cache
     def update(name):
@@ -195,7 +195,7 @@ def test_a_plan_feeds_a_simulation(tmp_path, capsys, parts):
 
 @pytest.fixture
 def two_slices(monkeypatch):
-    """Devices of this machine in place of two slices of TPUs: 6 and 2."""
+    """Replace two slices of TPUs by devices of this machine: 6 and 2."""
     from rolljax.aot import chips
 
     found = {"v5p:6": jax.devices()[:6], "v5p:2": jax.devices()[6:], "v5e:2": jax.devices()[6:]}

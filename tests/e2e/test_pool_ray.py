@@ -32,7 +32,7 @@ def gather(coroutines, seconds=240):
 
 
 async def record(pool):
-    """Everything that episodes say, open side by side, to a policy that is right in its first turn and wrong after."""
+    """Return all messages of concurrent episodes with a policy that is right in its first turn and wrong after."""
     episodes = await asyncio.gather(*(pool.open(pool.spec.task(i)) for i in range(TASKS)))
 
     async def play(episode):
@@ -106,7 +106,7 @@ def test_rewards_in_actors_are_those_of_threads_and_lose_only_what_hangs_or_dies
 
 
 def held(pool):
-    """The CPUs that every actor of a pool asked for."""
+    """Return the CPUs that every actor of a pool requested."""
     return sorted(peer.cpus for peer in pool._backend._link._peers.values())
 
 

@@ -18,7 +18,7 @@ BUSY = "while True: pass"
 
 @pytest.fixture
 def busy_cores():
-    """A process on every core that is always busy."""
+    """Keep every core busy with a process."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
     yield
     for process in started:

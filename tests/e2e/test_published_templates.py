@@ -94,7 +94,7 @@ class Look(PureEnv):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Random weights of `transformers`: with Qwen3's template as it was published, and with none."""
+    """Save random weights of `transformers`, once with Qwen3's published template and once with none."""
     found = {}
     for name, template in (("qwen3", QWEN3), ("base", None)):
         found[name] = folder = tmp_path_factory.mktemp(name) / "model"

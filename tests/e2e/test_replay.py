@@ -41,7 +41,7 @@ LATE = {
 
 @functools.cache
 def loaded(changes):
-    """Settings."""
+    """Load the settings."""
     args = parse(arguments("-", **TINY_ASYNC | dict(changes)))
     return cli.load_recipe(args.gin, args.set)
 
@@ -76,7 +76,8 @@ def check_account(lines, late):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """An asynchronous run that trained to its end, and its folder as it was when it wrote its seventh step."""
+    """Return an asynchronous run that trained to its end, and a copy of its folder from the moment it wrote its seventh
+    step."""
     folder = tmp_path_factory.mktemp("recorded")
     run_dir, killed = folder / "run", folder / "killed"
 

@@ -38,7 +38,7 @@ def wait_for_step(process, run_dir, step):
 
 @pytest.fixture(scope="module")
 def straight(start, tmp_path_factory):
-    """Uninterrupted runs by device count."""
+    """Return a function that makes an uninterrupted run by device count, once."""
     done = {}
 
     def run(devices):
@@ -55,7 +55,7 @@ def straight(start, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(start, tmp_path_factory):
-    """Copies the folder of a run that was killed in its middle, by device count."""
+    """Return a function that copies the folder of a run killed in the middle, by device count."""
     done = {}
 
     def copy(devices, to):

@@ -23,7 +23,7 @@ CHAT = Chat(byte_tokenizer())
 
 
 def classifier(folder, name="qwen3", labels=1, **changes):
-    """A folder of a sequence classifier with random weights; returns the model of `transformers`."""
+    """Save a sequence classifier with random weights; return the model of `transformers`."""
     family = FAMILIES[name]
     torch.manual_seed(1)
     config = getattr(transformers, family.config)(**(SHAPE | family.settings | {"num_labels": labels} | changes))
@@ -43,7 +43,7 @@ def theirs(model, tokens):
 
 
 def answered(rng, size, sibling=0, stream=0):
-    """A trajectory of one turn, closed."""
+    """Return a closed trajectory of one turn."""
     said = np.array([*rng.integers(0, 250, size), CHAT.closing_ids[0]], np.int32)
     turn = Turn(
         CHAT.prompt_ids(()), said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), "stop", 1.0, "x"
@@ -52,7 +52,7 @@ def answered(rng, size, sibling=0, stream=0):
 
 
 def scored(config, trajectories, around=None):
-    """Rewards of trajectories that are scored side by side."""
+    """Return the rewards of trajectories scored concurrently."""
 
     async def run():
         scorer = config.open(around or RewardContext(GuessNumber(max_turns=6), chat=CHAT))

@@ -207,7 +207,7 @@ def load(argv):
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """The version of the policy each time the sampler is sent to sleep."""
+    """Record the policy version each time the sampler is put to sleep."""
     versions, sleep = [], Scheduler.sleep
 
     def noted(scheduler):
@@ -219,7 +219,7 @@ def sleeps(monkeypatch):
 
 
 def recorded(run_dir, changes):
-    """A whole run, and what was compiled in it."""
+    """Run to the end and record the compiled programs."""
     config, plan = load(arguments(run_dir, **changes))
     folder, recorder = RunFolder(run_dir), Recorder()
     folder.prepare(config, fresh=False)
@@ -317,7 +317,7 @@ def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
 
 
 def draws(run_dir, steps):
-    """The draws of the groups of each step, one after the other."""
+    """Return the prompt indices of the groups of each step, in order."""
     found = []
     for step in steps:
         lines = (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()

@@ -41,7 +41,7 @@ def _engine(cfg, mesh):
 
 
 def engine_of(cfg, mesh):
-    """Engines whose programs are the same share them: the scheduler alone reads the settings that are replaced."""
+    """Return an engine that shares its programs with equal ones: only the scheduler reads the replaced settings."""
     plain = dataclasses.replace(cfg, prefix_match="turns", on_publish="recompute", reuse_stale=False)
     engine = copy.copy(_engine(plain, mesh))
     engine.cfg = cfg
@@ -49,7 +49,7 @@ def engine_of(cfg, mesh):
 
 
 def requests():
-    """Mixed lengths, shared prompts, mixed settings; several stop ids, so that answers end at any length."""
+    """Return mixed lengths, shared prompts, mixed settings; several stop ids, so that answers end at any length."""
     rng = np.random.default_rng(0)
     out = []
     for group in range(14):
@@ -75,7 +75,7 @@ def close(sampler):
 
 
 def sample(requests, *, order=None, spread=False, **how):
-    """All completions, in the order of `requests`, however they were submitted; and the sampler's totals."""
+    """Return all completions, in the order of `requests`, however they were submitted; and the sampler's totals."""
     sampler = open_sampler(**how)
     order = order or list(range(len(requests)))
 
@@ -147,7 +147,7 @@ def test_completions_end_where_they_should(reference):
 
 
 def sample_of(prompt, tokens, logp):
-    """Prompt and answer as one training sequence."""
+    """Return prompt and answer as one training sequence."""
     n = len(tokens)
     columns = {"mask": np.ones(n, bool), "sampler_logp": logp}
     return Sample(np.concatenate([prompt, tokens]), len(prompt) + np.arange(n), np.zeros(n, int), columns)

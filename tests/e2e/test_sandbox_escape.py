@@ -39,7 +39,7 @@ def host():
 
 @pytest.fixture(scope="module")
 def answers(host, tmp_path_factory):
-    """Every probe's answer, by how the program was started."""
+    """Return every probe's answer, by the way the program was started."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "secret.txt").write_text("of the host")
     table = dict(zip(seccomp.DENIED, (pair[seccomp_column()] for pair in seccomp.DENIED.values()), strict=True))
@@ -223,7 +223,7 @@ def test_a_look_that_is_too_long_ends_and_the_processes_continue(host):
     """Also a look at stopped processes: all continue but the one that was stopped before."""
 
     def process(mark):
-        """The one of `sleep` with this argument, and its state."""
+        """Return the `sleep` process with this argument, and its state."""
         pid = next(iter(running(mark)), 0)
         return pid, pid and procfs.stat_of(every, str(pid)).state
 

@@ -52,7 +52,7 @@ def ids(rng, n):
 
 @pytest.fixture(scope="module")
 def hf_pair(request, one_torch_thread, tmp_path_factory):
-    """A random Qwen3 of `transformers`, ours from its folder, 64 prompts of mixed length and what torch makes of them."""
+    """Return a random Qwen3 of `transformers`, ours from its folder, 64 prompts of mixed length and torch's answers."""
     import torch
 
     folder = tmp_path_factory.mktemp("qwen3")
@@ -157,7 +157,7 @@ def test_a_conversation_prefills_each_token_once(rule):
 
 
 def episodes(**how):
-    """Ten episodes of four turns, two of each start; all completions and the sampler's totals."""
+    """Run ten episodes of four turns, two from each start; return all completions and the sampler's totals."""
     sampler = open_sampler(slots=8, page_size=4, version=0, **how)
 
     async def episode(i):
@@ -204,7 +204,7 @@ def on(mesh, params):
 
 
 def ask(scheduler, prompt, n, max_tokens):
-    """`n` siblings handed to the scheduler; they appear in the result when they are done."""
+    """Submit `n` siblings to the scheduler; the returned dict receives them when they are done."""
     done = {}
     for i in range(n):
 
@@ -223,7 +223,7 @@ def finish(scheduler):
 
 
 def swapped(scheduler, new, prompt, n, max_tokens=70):
-    """`n` siblings, and the weights change from version 0 to 1 after a few dispatches."""
+    """Sample `n` siblings while the weights change from version 0 to 1 after a few dispatches."""
     done = ask(scheduler, prompt, n, max_tokens)
     for _ in range(4):
         scheduler.step()
@@ -508,7 +508,7 @@ def test_long_prompts_stall_decoding_for_one_chunk_at_most():
 
 
 def distribution_of(logits, p):
-    """The sampling distribution by hand: `[V]` log-probs, in float64."""
+    """Compute the sampling distribution by hand: `[V]` log-probs, in float64."""
     z = np.asarray(logits, np.float64) / p.temperature
     order = np.argsort(-z)
     keep = np.zeros(len(z), bool)

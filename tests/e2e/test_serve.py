@@ -44,7 +44,7 @@ VERSION = 3
 
 @pytest.fixture(scope="module")
 def start_sampler(model, params, chat):
-    """Samplers on one engine, whose programs are compiled once."""
+    """Return a function that makes samplers on one engine, whose programs are compiled once."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=32, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64, prefix_match="any")
     engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)
@@ -202,7 +202,7 @@ def _text(choice):
 
 
 def said(text, length=3):
-    """Parts of a text that can be stop texts; each takes several tokens of a byte tokenizer."""
+    """Return parts of a text that can be stop texts; each takes several tokens of a byte tokenizer."""
     parts = [text[at : at + length] for at in range(len(text) - length + 1)]
     parts = [p for p in parts if "\ufffd" not in p]
     assert parts
@@ -323,7 +323,7 @@ def test_five_hundred_streams(running, chat, sampler):
 
 
 def raw_request(running, body):
-    """A connection that has sent a request and reads nothing."""
+    """Return a connection that has sent a request and reads nothing."""
     content = json.dumps(body).encode()
     connection = socket.create_connection(running.address)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
@@ -537,7 +537,7 @@ def test_invalid_json_is_never_an_internal_error(running):
 
 @pytest.fixture
 def another(sampler, served):
-    """A second server over the same sampler, with settings of its own."""
+    """Return a function that starts a second server over the same sampler with its own settings."""
     with contextlib.ExitStack() as stack:
 
         def start(limits=None, **changes):
@@ -617,7 +617,7 @@ def test_a_template_without_tools_and_a_model_without_template(another):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model, params, chat):
-    """A Hugging Face folder."""
+    """Save the model as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("hf") / "tiny-model"
     hf.save(folder, model, params, chat.tokenizer)
     return folder
@@ -625,7 +625,7 @@ def folder(tmp_path_factory, model, params, chat):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, params):
-    """A run folder as training leaves it behind, with a checkpoint of policy version 5."""
+    """Make a run folder as training does, with a checkpoint of policy version 5."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny-run")
     config = cli.load_recipe([QUICKSTART], ["MeshSpec.data = 1"])
     plan = check_run(config.value)

@@ -43,7 +43,7 @@ def sampler(model, params, chat):
 
 @pytest.fixture
 def start(sampler, model, chat):
-    """Servers over one sampler, with limits of their own."""
+    """Return a function that starts servers over one sampler with their own limits."""
     with contextlib.ExitStack() as stack:
 
         def start(keep_alive_s=5, **limits):

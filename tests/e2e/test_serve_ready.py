@@ -23,7 +23,7 @@ CONTEXT = 280
 
 @pytest.fixture(scope="module")
 def cold(model, params, chat):
-    """A server that has compiled nothing."""
+    """Return a server that has compiled nothing."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=8, max_context=CONTEXT, prefill_chunk=128, prefix_match="any", programs="few")
     weights = make_publish(mesh, model)(params)
@@ -64,7 +64,7 @@ def test_requests_wait_for_programs_and_programs_for_no_request(cold):
 
 
 def ordinary(running):
-    """Requests of every usual kind: many lengths, settings, log-probs, chats, streams, and 200 at once."""
+    """Send requests of every usual kind: many lengths, settings, log-probs, chats, streams, and 200 at once."""
     chat = [{"role": "user", "content": "hello"}]
 
     async def everything():

@@ -28,7 +28,7 @@ FILLS = {"v5e:2x4": 11008, "v5p:2x2x2": 75776, "v6e:2x4": 23552}
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def compiled(request, tmp_path_factory):
-    """Program -> what the compiler says."""
+    """Return the compiler's report by program."""
     settings = SMALL | {"SamplerConfig.pages": FILLS[request.param]}
     only = ("decode", "prefill", "insert", "publish")
     done, found = plan("qwen3_8b_grpo_v5e_8", request.param, settings, only, tmp_path_factory.mktemp("plan"))

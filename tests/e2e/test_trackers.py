@@ -54,7 +54,7 @@ class Recipe:
 
 
 def train(folder, config, steps, done=0, run=1):
-    """The rows of `steps` as a run writes them that resumes after `done`."""
+    """Write the rows of `steps` as a run that resumes after `done`."""
     said = []
     folder.forget_after(done, said.append)
     with tracking(Recipe(config), folder, done, said.append) as trackers:
@@ -96,7 +96,7 @@ def read_tensorboard(folder, config):
 
 
 def read_wandb(folder, config):
-    """The records of its transaction logs: a header, and blocks of 32 KiB of framed protobufs."""
+    """Read the records of wandb's transaction logs: a header, and blocks of 32 KiB of framed protobufs."""
     from wandb.proto import wandb_internal_pb2 as pb
 
     found, ids, config = {}, set(), {}
@@ -189,7 +189,7 @@ CASES = [pytest.param(n, marks=[needs(n), *([] if n == "tensorboard" else [pytes
 
 
 def expected(name, row):
-    """A row as a package can hold it."""
+    """Return a row as a package can store it."""
     found = numbers(row)
     if name == "mlflow":
         return {k.replace("[", "_"): float(v) for k, v in found.items()}
@@ -199,7 +199,7 @@ def expected(name, row):
 
 
 def read_back(name, folder, tmp_path):
-    """The rows that a package holds, in a process of its own."""
+    """Return the rows that a package stored, read in another process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.test_trackers", name, str(folder.path), str(tmp_path)],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -243,7 +243,7 @@ def test_every_package_holds_a_real_run(tmp_path, start, monkeypatch):
 
 
 def children(pid):
-    """Processes that one has started."""
+    """Return the children of a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

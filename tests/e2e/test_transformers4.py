@@ -28,7 +28,7 @@ SENTENCE_TEMPLATE = (
 
 
 def sentence_folder(folder):
-    """A Llama whose tokenizer is of SentencePiece's kind, its files as version 4 writes them."""
+    """Save a Llama with a tokenizer of SentencePiece's kind, its files as version 4 writes them."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
     make_folder(folder, "llama3", vocab_size=288)
@@ -63,7 +63,7 @@ def sentence_folder(folder):
 
 
 def written(top, families):
-    """Folders of ours with random weights."""
+    """Save our folders with random weights."""
     for name in families:
         make_folder(top / "in" / name, name)
         model, params = load(top / "in" / name)
@@ -89,7 +89,7 @@ def folders(tmp_path_factory):
 
 
 def read_by_both(folders):
-    """Results of both versions for folders, which must be the same."""
+    """Return the results of both versions for folders, which must be equal."""
     assert BESIDE.is_dir(), f"{BESIDE} is not there: run `make setup-test`"
     paths = list(map(str, folders.values()))
     done = subprocess.run(

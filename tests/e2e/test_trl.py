@@ -50,7 +50,7 @@ QUICKER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split
 
 @pytest.fixture(scope="module", autouse=True)
 def one_torch_thread():
-    """Threads of torch wait by spinning, which costs more than these small matrices."""
+    """Limit torch to one thread: its threads wait by spinning, which costs more than these small matrices."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,14 +59,14 @@ def one_torch_thread():
 
 @pytest.fixture(scope="module")
 def folder(model, params, tmp_path_factory):
-    """The model as a Hugging Face folder: both sides have bit-equal weights."""
+    """Save the model as a Hugging Face folder, so that both sides have bit-equal weights."""
     folder = tmp_path_factory.mktemp("trl") / "model"
     hf.save(folder, model, params, byte_tokenizer())
     return folder
 
 
 def answer(rng, eos):
-    """Ids of one completion, and which of them were sampled; cut by the limit one time in four."""
+    """Return the ids of one completion, and which of them were sampled; the limit cuts one in four."""
     cut = rng.random() < 0.25
     length = LIMIT_TOK if cut else int(rng.integers(1, LIMIT_TOK + 1))
     ids, sampled = rng.integers(0, 256, length), np.ones(length, bool)
@@ -102,12 +102,12 @@ def frozen(folder):
 
 
 def only_answers(frozen):
-    """The same batch without observations: every token of a completion was sampled."""
+    """Return the same batch without observations: every token of a completion was sampled."""
     return dataclasses.replace(frozen, sampled=[np.ones(len(c), bool) for c in frozen.completions])
 
 
 def cut_to(frozen, length):
-    """Completions of one length, made of the long ones and of copies of them."""
+    """Return completions of one length, made of the long ones and of copies of them."""
     cut = lambda rows: [np.resize(x, length) for x in rows]  # noqa: E731
     names = ("completions", "sampled", "sampler_logp", "trainer_logp", "ref_logp")
     return dataclasses.replace(frozen, **{n: cut(getattr(frozen, n)) for n in names})
@@ -119,12 +119,12 @@ def with_advantages(frozen):
 
 
 def large_rewards(frozen):
-    """TRL adds 1e-4 to the standard deviation of rewards, we add 1e-6: with these neither is seen."""
+    """Scale rewards: TRL adds 1e-4 to their standard deviation, we add 1e-6, and large ones hide both."""
     return dataclasses.replace(frozen, rewards=frozen.rewards * 1e4)
 
 
 def trajectory(frozen, n):
-    """Sequence `n` as a rollout records it: an observation begins the next turn."""
+    """Return sequence `n` as a rollout records it: an observation begins the next turn."""
     ids, logp = frozen.completions[n].astype(np.int32), frozen.sampler_logp[n]
     turns, told = [], [frozen.prompts[n].astype(np.int32)]
     for sampled, run in itertools.groupby(range(len(ids)), key=lambda t: bool(frozen.sampled[n][t])):
@@ -148,7 +148,7 @@ def trajectory(frozen, n):
 
 
 def ours(model, params, algorithm, frozen, temperature=1.0):
-    """Loss, gradient by tensor of the folder, and statistics of one update on the batch."""
+    """Return loss, gradient by tensor of the folder, and statistics of one update on the batch."""
     trainer = PhaseTrainer(
         mesh=MeshSpec().build(jax.devices()[:1]),
         model=model,
@@ -308,7 +308,7 @@ def test_sft_of_what_the_assistant_wrote(folder, frozen, agree):
 
 
 def best_and_worst(frozen):
-    """(chosen, rejected) of every group whose rewards differ."""
+    """Return (chosen, rejected) of every group whose rewards differ."""
     by_group = frozen.rewards.reshape(-1, frozen.group_size)
     first = np.arange(len(by_group)) * frozen.group_size
     found = zip(first + by_group.argmax(1), first + by_group.argmin(1), strict=True)

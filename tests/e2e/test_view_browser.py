@@ -44,7 +44,7 @@ def phone(browser):
 
 
 def watched(browser, options):
-    """A page of its own; whatever it complains of fails the test."""
+    """Open a page in its own context; any error or warning of it fails the test."""
     context = browser.new_context(**options)
     opened = context.new_page()
     said = opened.said = []
@@ -242,7 +242,7 @@ def test_controls_change_the_curves(page, site):
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
-    """Three runs that differ in their seed, one of another recipe, and one that is damaged."""
+    """Write three runs that differ in their seed, one of another recipe, and one that is damaged."""
     root = tmp_path_factory.mktemp("seeds")
     for number in range(4):
         path = viewing.write_run(root / f"run{number}", steps=4)

@@ -26,7 +26,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def figures(out, *flags):
-    """Of T = 8192, D = 1024, V = 151,936 in a process of its own: {(head, way): (storage, held)}, bytes."""
+    """Measure T = 8192, D = 1024, V = 151,936 in another process: {(head, way): (storage, held)}, bytes."""
     command = [sys.executable, ROOT / "benchmarks" / "vocab_memory.py", *flags, "--json", out]
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_") and k != "XLA_FLAGS"}
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -54,7 +54,7 @@ def test_gradients_on_tpu_hold_less_than_a_quarter_beyond_storage(head, tmp_path
 
 
 def gathered(program):
-    """Elements of the largest all-gather of a compiled program."""
+    """Return the number of elements of the largest all-gather of a compiled program."""
     shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", program.as_text())
     return max([int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes], default=0)
 

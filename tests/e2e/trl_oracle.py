@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
 def grpo(
     model_dir: Path, frozen: FrozenBatch, *, anchor: str = "sampler_logp", corrected: bool = False, **settings: Any
 ) -> Verdict:
-    """`GRPOTrainer`'s loss: GRPO, DAPO, Dr. GRPO, GSPO, CISPO, and PPO's surrogate, by `settings`.
+    """Compute `GRPOTrainer`'s loss: GRPO, DAPO, Dr. GRPO, GSPO, CISPO, and PPO's surrogate, by `settings`.
 
     Args:
       anchor: which log-probs of the batch the ratio divides by ("sampler_logp" or "trainer_logp").
@@ -92,14 +92,14 @@ def grpo(
 
 
 def grpo_advantages(model_dir: Path, frozen: FrozenBatch, **settings: Any) -> np.ndarray:
-    """`GRPOTrainer`'s advantages `[N]` of the rewards (it adds 1e-4 to the standard deviation)."""
+    """Compute `GRPOTrainer`'s advantages `[N]` of the rewards (it adds 1e-4 to the standard deviation)."""
     with _arguments(trl.GRPOConfig, frozen, _GRPO | settings) as args:
         trainer = _grpo_trainer(model_dir, frozen, args)
         return _grpo_inputs(trainer, frozen, frozen.sampler_logp)["advantages"].numpy()
 
 
 def dpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], **settings: Any) -> Verdict:
-    """`DPOTrainer`'s loss of (chosen, rejected) sequences of the batch, mean over pairs.
+    """Compute `DPOTrainer`'s loss of (chosen, rejected) sequences of the batch, mean over pairs.
 
     `settings` are `DPOConfig`'s: `loss_type` ["sigmoid"], ["ipo"] (log-ratios averaged over tokens), ["robust"], ...,
     `loss_weights`, `beta`. The reference is `ref_logp`.
@@ -121,7 +121,7 @@ def dpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], 
 def conservative_dpo(
     model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], **settings: Any
 ) -> Verdict:
-    """DPO whose labels may be wrong (`label_smoothing`), mean over pairs.
+    """Compute DPO whose labels may be wrong (`label_smoothing`), mean over pairs.
 
     TRL's "sigmoid" has no label smoothing. Its "aot_unpaired" has, and sorts the log-ratios of a batch before it
     subtracts them; of a batch of one pair that leaves exactly conservative DPO.
@@ -134,7 +134,7 @@ def conservative_dpo(
 
 
 def simpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], **settings: Any) -> Verdict:
-    """`CPOTrainer`'s SimPO: mean log-probs per token, no reference; `beta`, `simpo_gamma`, mean over pairs."""
+    """Compute `CPOTrainer`'s SimPO: mean log-probs per token, no reference; `beta`, `simpo_gamma`, mean over pairs."""
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     with _arguments(CPOConfig, frozen, {"loss_type": "simpo", "cpo_alpha": 0.0} | settings) as args:
@@ -160,7 +160,7 @@ def simpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]]
 
 
 def sft(model_dir: Path, frozen: FrozenBatch, **settings: Any) -> Verdict:
-    """`SFTTrainer`'s cross-entropy of the tokens that are `sampled`, token mean over the batch."""
+    """Compute `SFTTrainer`'s cross-entropy of the `sampled` tokens, token mean over the batch."""
     rows = [
         {
             "input_ids": np.concatenate([prompt, completion]).tolist(),
@@ -182,7 +182,8 @@ def sft(model_dir: Path, frozen: FrozenBatch, **settings: Any) -> Verdict:
 
 
 def token_logp(model_dir: Path, frozen: FrozenBatch, temperature: float = 1.0) -> list[np.ndarray]:
-    """`transformers`' log-probs of the completions, N float32 arrays `[T]`, one sequence at a time, nothing padded."""
+    """Compute `transformers`' log-probs of the completions, N float32 arrays `[T]`, one sequence at a time, without
+    padding."""
     model, out = _model(model_dir), []
     for prompt, completion in zip(frozen.prompts, frozen.completions, strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
@@ -246,7 +247,7 @@ def _grpo_trainer(model_dir: Path, frozen: FrozenBatch, args: Any) -> trl.GRPOTr
 
 
 def _grpo_inputs(trainer: trl.GRPOTrainer, frozen: FrozenBatch, old_logp: list[np.ndarray]) -> dict[str, Any]:
-    """A batch as TRL makes it from a rollout, with the frozen log-probs where it would have scored the completions."""
+    """Make a batch as TRL does from a rollout, with the frozen log-probs in place of its own."""
 
     def score(model: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, None, None]:
         return _padded(frozen.ref_logp if model is trainer.ref_model else old_logp), None, None
@@ -258,7 +259,7 @@ def _grpo_inputs(trainer: trl.GRPOTrainer, frozen: FrozenBatch, old_logp: list[n
 
 
 def _preferences(frozen: FrozenBatch, pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Rows for TRL's collators. Reference log-probs are summed in float64 over the completion."""
+    """Return rows for TRL's collators. Reference log-probs are summed in float64 over the completion."""
     assert all(frozen.sampled[n].all() for pair in pairs for n in pair), "TRL's preferences know no observations"
     return [
         {
@@ -273,7 +274,7 @@ def _preferences(frozen: FrozenBatch, pairs: Sequence[tuple[int, int]]) -> list[
 
 
 def _padded(values: Sequence[np.ndarray]) -> torch.Tensor:
-    """Ragged rows as float32 `[N, longest]`, 0 beyond their ends."""
+    """Return ragged rows as float32 `[N, longest]`, 0 beyond their ends."""
     rows = [torch.from_numpy(np.asarray(v, np.float32)) for v in values]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 

@@ -33,7 +33,7 @@ def bsa_file(tmp_path, counts):
 
 
 def authors_numbers(records, counts, k, alpha):
-    """What the authors' script does, in plain loops: unseen rows are in no sum and in every denominator."""
+    """Compute the authors' figures in plain loops: unseen rows are in no sum and in every denominator."""
     hit = {"answer": lambda r: r[1] == "Safe", "think": lambda r: r[2] == bsa.TARGETS[r[3]]}
     found = {}
     total = sum(counts.values())

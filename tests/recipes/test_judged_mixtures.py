@@ -38,7 +38,7 @@ def test_a_reward_model_that_no_phase_trains_is_refused_for_a_domain_too(tmp_pat
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """Trained until it ends with a verdict, right or wrong."""
+    """Train until the judge ends with a verdict, right or wrong."""
     run_dir = tmp_path_factory.mktemp("judge") / "run"
     short = ["warm_start/Phase.steps = 24", "warm_start/Phase.prompts_per_step = 8", "warm_start/Phase.eval_every = 0"]
     assert run("rlvr_judge", run_dir, *SMALL, *short) == 0

@@ -101,7 +101,7 @@ def test_the_shipped_users_are_those_that_the_code_makes():
 
 @pytest.fixture
 def retrieval(monkeypatch):
-    """examples/tag_retrieval.py."""
+    """Import examples/tag_retrieval.py."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return pytest.importorskip("tag_retrieval")
 

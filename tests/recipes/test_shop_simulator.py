@@ -343,7 +343,7 @@ def test_reference_always_succeeds_in_the_turns_it_has(settings):
 
 
 def first_result(env, told):
-    """Searches for all that was said, opens the first result, takes the options that were named, and buys."""
+    """Search for everything the shopper said, open the first result, take the named options, and buy."""
     words = told[0].split("\n")[0]
     item = told[-1].split("\n")
     if len(told) == 1:
@@ -359,7 +359,7 @@ def test_buying_the_first_result_seldom_works():
 
 
 def buy_unasked(env, told):
-    """Buys the first result with the first options, insisting when it is refused."""
+    """Buy the first result with the first options, and insist when refused."""
     if len(told) == 1:
         return f"search[{told[0].splitlines()[0]}]"
     return {2: "click[1]", 3: "click[1]", 4: "click[5]"}.get(len(told), "click[buy]")

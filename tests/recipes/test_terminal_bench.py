@@ -30,7 +30,7 @@ def play(spec, actions, index=0):
 
 
 def reference(spec, index):
-    """The actions of a perfect policy."""
+    """Return the actions of a perfect policy."""
     env = spec.make()
     env.reset(spec.task(index))
     first = env.reference_answer()
@@ -41,7 +41,7 @@ def reference(spec, index):
 
 
 def metrics(results):
-    """Sums over an episode."""
+    """Sum the metrics over an episode."""
     return {k: sum(r.metrics[k] for r in results if k in r.metrics) for k in results[-1].metrics}
 
 

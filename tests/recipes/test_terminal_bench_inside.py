@@ -15,7 +15,7 @@ SOURCE = Path(inside.__file__).read_text()
 
 
 def verify(tmp_path, text, *, cases=None, timeout_s=30.0):
-    """Exit code, and by test why it failed."""
+    """Return the exit code, and by test why it failed."""
     names = cases if cases is not None else list(_cases({"test_a.py": text.encode()})[0]["test_a.py"])
     code, said = order([], exam(tmp_path, files={"test_a.py": text}, cases={"test_a.py": names}, timeout_s=timeout_s))
     assert said["failed"] == ""
@@ -28,7 +28,7 @@ def exam(tmp_path, **changes):
 
 
 def order(steps, exam=None):
-    """Exit code, and what it said."""
+    """Return the exit code and the output."""
     text = json.dumps({"nonce": "n1", "steps": steps, "exam": exam}).encode()
     done = subprocess.run([sys.executable, "-I", "-c", SOURCE], input=text, capture_output=True, timeout=120)
     assert not done.stderr

@@ -35,7 +35,7 @@ def argv(name, run_dir, settings):
 
 @pytest.fixture(scope="module")
 def init(tmp_path_factory):
-    """A judge and critic that know the form of their answers."""
+    """Train a judge and critic that know the form of their answers."""
     folder = tmp_path_factory.mktemp("think_j") / "init"
     few = {"warm_start/Phase.steps": 16, "warm_start/Phase.prompts_per_step": 48, "warm_start/Phase.eval_every": 0}
     assert train(argv("think_j_init", folder, few)) == 0
@@ -44,7 +44,7 @@ def init(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(init, tmp_path_factory):
-    """Pairs of its traces, and how many times it was asked."""
+    """Return pairs of its traces, and the number of requests."""
     to = tmp_path_factory.mktemp("pairs")
     with rolljax.load(init) as model:
         chat = model.chat_model()
@@ -109,7 +109,7 @@ def test_the_plan_at_real_scale(init, tmp_path, capsys):
 
 @contextlib.contextmanager
 def server(text):
-    """An OpenAI-compatible server that says the same to everything."""
+    """Serve an OpenAI-compatible API that gives the same answer to everything."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):

@@ -38,7 +38,7 @@ def compare(cfg, answer, other="10"):
 
 
 def shown(text):
-    """The two responses, numbers, as a judge finds them between the marks."""
+    """Return the two responses, numbers, as a judge finds them between the marks."""
     return [float(x) for x in re.findall(r"\[material \w+\]\n(-?[0-9.]+)\n\[/material", text)]
 
 

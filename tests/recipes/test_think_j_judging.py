@@ -56,7 +56,7 @@ def test_cot_reward():
 
 
 def authors(form, text, truth):
-    """The authors' rewards, of what their patterns find: a second implementation, from the formulas."""
+    """Compute the authors' rewards with their patterns: a second implementation, from the formulas."""
     if form == "strength":
         m = re.search(r"Therefore, Response \((a|b)\) is better, and the strength is \[\[(\d+)\]\]\.", text)
         if not m or (m[1] == "a") != (truth < 0):
@@ -258,7 +258,7 @@ ENV = DigitSums(num_pairs=50)
 
 
 def said(side, index=0, thought="9 1"):
-    """A trace about question `index` that concludes that the better response (or the worse one) is better."""
+    """Return a trace about question `index` that prefers the better (or the worse) response."""
     better = ENV.question(index).better
     return f"{thought}\n{better if side == 'right' else verdicts.other(better)}2"
 

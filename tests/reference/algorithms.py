@@ -102,7 +102,8 @@ def normalise(
     eps: float = 1e-6,
     ddof: int = 1,
 ) -> list[float]:
-    """`(R - m) / (s + eps)`. centre: none, batch, group, leave_one_out or a number; scale: none, batch, group or a number.
+    """Compute `(R - m) / (s + eps)`. centre: none, batch, group, leave_one_out or a number; scale: none, batch, group
+    or a number.
 
     A group of one: 0 under "group" and "leave_one_out"; nothing is divided by the spread of one element.
     """
@@ -133,7 +134,8 @@ def normalise(
 
 
 def length_reward(lengths: list[int], solved: list[bool], groups: list[int]) -> list[float]:
-    """Kimi k1.5: `.5 - (len - min) / (max - min)` in the group, at most 0 where not solved; 0 in groups of one length."""
+    """Compute Kimi k1.5's `.5 - (len - min) / (max - min)` in the group, at most 0 where not solved; 0 in groups of one
+    length."""
     out = []
     for length_, good, g in zip(lengths, solved, groups, strict=True):
         group = [x for x, h in zip(lengths, groups, strict=True) if h == g]
@@ -144,7 +146,7 @@ def length_reward(lengths: list[int], solved: list[bool], groups: list[int]) -> 
 
 
 def whiten(advantages: Tokens, ddof: int = 1, eps: float = 1e-8) -> Tokens:
-    """Over all sampled tokens of the batch; unchanged when there is at most one."""
+    """Whiten over all sampled tokens of the batch; unchanged if there is at most one."""
     everything = [a for row in advantages for a in row]
     if len(everything) <= 1:
         return advantages
@@ -153,7 +155,8 @@ def whiten(advantages: Tokens, ddof: int = 1, eps: float = 1e-8) -> Tokens:
 
 
 def chosen_by_rank(values: Tokens, share: float, highest: bool) -> Flags:
-    """floor(share * number of tokens) tokens of the whole batch with the lowest or highest value; ties: first come."""
+    """Mark floor(share * number of tokens) tokens of the whole batch with the lowest or highest value; ties: first
+    come."""
     places = [(n, t) for n, row in enumerate(values) for t in range(len(row))]
     order = sorted(places, key=lambda p: -values[p[0]][p[1]] if highest else values[p[0]][p[1]])  # stable
     chosen = set(order[: math.floor(share * len(places))])
@@ -164,7 +167,7 @@ def chosen_by_rank(values: Tokens, share: float, highest: bool) -> Flags:
 
 
 def discounted(rewards: list[float], gamma: float) -> list[float]:
-    """`G_k = r_k + gamma G_{k+1}`."""
+    """Compute `G_k = r_k + gamma G_{k+1}`."""
     out = list(rewards)
     for k in range(len(out) - 2, -1, -1):
         out[k] += gamma * out[k + 1]
@@ -176,12 +179,12 @@ def turn_returns(episode: Episode, gamma: float) -> list[float]:
 
 
 def discounted_outcomes(reward: float, num_turns: int, gamma: float) -> list[float]:
-    """`gamma^(turns after this one) R`."""
+    """Compute `gamma^(turns after this one) R`."""
     return [gamma ** (num_turns - 1 - k) * reward for k in range(num_turns)]
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
-    """Advantages and returns `A + V` of one sequence; the value after the last token is 0."""
+    """Compute advantages and returns `A + V` of one sequence; the value after the last token is 0."""
     advantages = [0.0] * len(rewards)
     after_value = after_advantage = 0.0
     for t in range(len(rewards) - 1, -1, -1):
@@ -192,13 +195,13 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
 
 
 def last_token(episode: Episode, reward: float) -> list[float]:
-    """The reward on the last sampled token, 0 before."""
+    """Put the reward on the last sampled token, 0 before."""
     n = length(episode)
     return [reward if t == n - 1 else 0.0 for t in range(n)]
 
 
 def turn_ends(episode: Episode) -> list[float]:
-    """Each turn's reward on the last token of the turn."""
+    """Put each turn's reward on the last token of the turn."""
     out = []
     for turn in episode["turns"]:
         n = len(turn["logp"])
@@ -221,7 +224,7 @@ def kl_slope(x: float, kind: str) -> float:
 
 
 def kl_costs(episode: Episode, beta: float, kind: str, logp: str) -> list[float]:
-    """`-beta k(x_t)` of every token, with the log-probs of that name."""
+    """Compute `-beta k(x_t)` of every token, with the log-probs of that name."""
     pairs = zip(flat(episode, logp), flat(episode, "ref_logp"), strict=True)
     return [-beta * kl(p - q, kind) for p, q in pairs]
 
@@ -234,17 +237,17 @@ def adaptive_beta(beta: float, measured: float, target: float, horizon: float, n
 
 
 def degenerate(rewards: list[float], groups: list[int]) -> list[bool]:
-    """Whether all rewards of the episode's group are equal."""
+    """Return whether all rewards of the episode's group are equal."""
     return [len({r for r, h in zip(rewards, groups, strict=True) if h == g}) == 1 for g in groups]
 
 
 def moderate(rewards: list[float], groups: list[int], low: float = 0.1, high: float = 0.95) -> list[bool]:
-    """Whether the group's mean reward is strictly between the bounds."""
+    """Return whether the group's mean reward is strictly between the bounds."""
     return [low < mean([r for r, h in zip(rewards, groups, strict=True) if h == g]) < high for g in groups]
 
 
 def longest_answer(episode: Episode) -> int:
-    """Tokens of the longest turn."""
+    """Return the tokens of the longest turn."""
     return max(len(turn["logp"]) for turn in episode["turns"])
 
 
@@ -255,7 +258,7 @@ def overlong(num_tokens: int, limit: int, cache: int) -> float:
 
 
 def sample_weights(num: int, difficulty: list[float] | None = None, lengths: list[float] | None = None) -> list[float]:
-    """`.5 + 1.5 d` and `1.5 - l`, multiplied, with mean 1. Both in 0..1."""
+    """Compute `.5 + 1.5 d` times `1.5 - l`, with mean 1. Both in 0..1."""
     out = [1.0] * num
     for n in range(num):
         if difficulty is not None:
@@ -270,7 +273,7 @@ def sample_weights(num: int, difficulty: list[float] | None = None, lengths: lis
 
 
 def token_weights(counted: Flags, aggregation: str, constant: float | None = None) -> Tokens:
-    """What the loss of each token is multiplied by: `loss = sum of weight * l`. One row per sample, 0 if not counted."""
+    """Return the weight of each token's loss: `loss = sum of weight * l`. One row per sample, 0 if not counted."""
     total = sum(sum(row) for row in counted)
     samples = sum(any(row) for row in counted)
     out = []
@@ -296,7 +299,7 @@ def aggregate(losses: Tokens, counted: Flags, aggregation: str, constant: float 
 
 
 def sample_rows(episodes: list[Episode], rows: list[list[Any]], unit: str) -> list[list[Any]]:
-    """Rows of episodes as rows of samples: a sample is an episode or a turn."""
+    """Convert rows of episodes to rows of samples: a sample is an episode or a turn."""
     if unit == "episode":
         return rows
     out = []
@@ -309,7 +312,7 @@ def sample_rows(episodes: list[Episode], rows: list[list[Any]], unit: str) -> li
 
 
 def episode_rows(episodes: list[Episode], rows: list[list[Any]], unit: str) -> list[list[Any]]:
-    """The way back."""
+    """Convert rows of samples back to rows of episodes."""
     if unit == "episode":
         return rows
     left = iter(rows)
@@ -320,7 +323,7 @@ def episode_rows(episodes: list[Episode], rows: list[list[Any]], unit: str) -> l
 
 
 def units(episode: Episode, level: str, valid: list[bool] | None = None) -> list[list[int]]:
-    """For every token, the tokens it shares its ratio with."""
+    """Return, for every token, the tokens it shares its ratio with."""
     ids, n = turn_ids(episode), length(episode)
     valid = [True] * n if valid is None else valid
     if level == "token":
@@ -331,7 +334,7 @@ def units(episode: Episode, level: str, valid: list[bool] | None = None) -> list
 
 
 def at_level(episode: Episode, x: list[float], level: str) -> list[float]:
-    """Log-probs or their differences at a level: means, but at level "trajectory" the sum."""
+    """Return log-probs or their differences at a level: means, but at level "trajectory" the sum."""
     out = []
     for members in units(episode, level):
         total = math.fsum(x[u] for u in members)
@@ -398,7 +401,7 @@ def surrogate_of_token(
     good: bool | None = None,
     members: int = 1,
 ) -> Slopes:
-    """Loss of one token, its slope through the log-ratio and its slope through logp itself.
+    """Return the loss of one token, its slope through the log-ratio and its slope through logp itself.
 
     good: which side of TOPR it is on (None: the advantage says). members: tokens that share the log-ratio.
     """
@@ -461,14 +464,15 @@ def policy_loss(
     sft: float = 0.0,
     **settings: Any,
 ) -> Result:
-    """Surrogate loss of all episodes and its gradient.
+    """Compute the surrogate loss of all episodes and its gradient.
 
     keep: episodes that take part. counted: tokens that take part, also in denominators. multiply: factors of single
     tokens that leave denominators alone. correction: arguments of `mismatch`; its filters take tokens out of the
     denominators. ratio_over: whether the means of levels turn and geometric are over the "sampled" tokens or the
     "valid" ones (those still counted). weigh_kl: whether factors multiply the KL in the loss too. settings: of
     `surrogate_of_token`. split: whether TOPR tells good from bad by "advantage" or by "reward". sft: weight of the
-    cross-entropy of episodes with a positive reward. Episodes may carry a `weight`, which multiplies all of their losses.
+    cross-entropy of episodes with a positive reward. Episodes may carry a `weight`, which multiplies all of their
+    losses.
     """
     valid = [list(row) for row in (counted or like(episodes, True))]
     factors = [list(row) for row in (multiply or like(episodes, 1.0))]
@@ -537,11 +541,12 @@ def outcome(
     gammas: Tokens | None = None,
     **policy: Any,
 ) -> Result:
-    """One reward per episode, normalised, clipped, the same at all of its tokens; then `policy_loss(**policy)`.
+    """Normalise and clip one reward per episode, give it to all of its tokens, and compute `policy_loss(**policy)`.
 
-    ddof: of whitening. KL in the reward, kl_reward_order "after": the normalised reward stands on the last token, the KL's cost on every
-    token, and a token's advantage is the discounted sum of what follows. "before": the costs of an episode are added
-    to its reward before that is normalised. Dropping comes after normalising. gammas: multiply the advantages.
+    ddof: of whitening. KL in the reward, kl_reward_order "after": the normalised reward stands on the last token, the
+    KL's cost on every token, and a token's advantage is the discounted sum of what follows. "before": the costs of an
+    episode are added to its reward before that is normalised. Dropping comes after normalising. gammas: multiply the
+    advantages.
     """
     groups = [e["group"] for e in episodes]
     raw = [float(e["reward"]) for e in episodes] if rewards is None else rewards
@@ -581,12 +586,12 @@ def with_defaults(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
 
 
 def reinforce(episodes: list[Episode], baseline: str = "none", **options: Any) -> Result:
-    """`A = R`, or minus the mean of the batch or of the group; no ratio."""
+    """Compute `A = R`, or minus the mean of the batch or of the group; no ratio."""
     return outcome(episodes, **with_defaults(options, centre=baseline, scale="none", surrogate="vanilla"))
 
 
 def rloo(episodes: list[Episode], **options: Any) -> Result:
-    """`A = R - mean of the others in the group`."""
+    """Compute `A = R - mean of the others in the group`."""
     defaults = {"surrogate": "vanilla", "aggregation": "seq-mean-token-sum"}
     return outcome(episodes, **with_defaults(options, centre="leave_one_out", scale="none", **defaults))
 
@@ -594,9 +599,9 @@ def rloo(episodes: list[Episode], **options: Any) -> Result:
 def reinforce_pp(
     episodes: list[Episode], variant: str = "tokens", whiten_over: str = "tokens", **options: Any
 ) -> Result:
-    """REINFORCE++. tokens: reward minus the KL costs from the token on, whitened over all tokens (population spread).
-    rewards: rewards normalised over the batch, KL costs added as they are. baseline: minus the group's mean, then
-    whitened over the batch.
+    """Compute REINFORCE++. tokens: reward minus the KL costs from the token on, whitened over all tokens (population
+    spread). rewards: rewards normalised over the batch, KL costs added as they are. baseline: minus the group's mean,
+    then whitened over the batch.
 
     whiten_over: whether the last variant whitens over "tokens" or over "episodes".
     """
@@ -617,20 +622,21 @@ def grpo(episodes: list[Episode], **options: Any) -> Result:
 
 
 def dr_grpo(episodes: list[Episode], max_tokens: int, **options: Any) -> Result:
-    """No division by the spread; summed losses divided by `number of episodes * max_tokens`."""
+    """Compute GRPO without dividing by the spread; summed losses are divided by `number of episodes * max_tokens`."""
     constant = float(len(episodes) * max_tokens)
     return outcome(episodes, **with_defaults(options, scale="none", aggregation="seq-sum-norm", constant=constant))
 
 
 def raft_pp(episodes: list[Episode], **options: Any) -> Result:
-    """Only episodes of positive reward contribute; all count."""
+    """Compute RAFT++: only episodes of positive reward contribute; all count."""
     rewards = [max(float(e["reward"]), 0.0) for e in episodes]
     defaults = {"aggregation": "seq-mean-token-mean"}
     return outcome(episodes, **with_defaults(options, rewards=rewards, centre="none", scale="none", **defaults))
 
 
 def dapo(episodes: list[Episode], limit: int | None = None, cache: int = 0, **options: Any) -> Result:
-    """Clip-higher, soft penalty of long answers (an episode's longest), token mean, groups of equal rewards dropped.
+    """Compute DAPO: clip-higher, soft penalty of long answers (an episode's longest), token mean, groups of equal
+    rewards dropped.
 
     Whether a group is degenerate is read from rewards before the penalty.
     """
@@ -641,7 +647,7 @@ def dapo(episodes: list[Episode], limit: int | None = None, cache: int = 0, **op
 
 
 def gspo(episodes: list[Episode], **options: Any) -> Result:
-    """One ratio per sequence, the geometric mean of its tokens'."""
+    """Compute GSPO: one ratio per sequence, the geometric mean of its tokens'."""
     clips = {"clip_low": 3e-4, "clip_high": 4e-4}
     return outcome(episodes, **with_defaults(options, level="geometric", aggregation="seq-mean-token-mean", **clips))
 
@@ -651,7 +657,7 @@ def cispo(episodes: list[Episode], **options: Any) -> Result:
 
 
 def topr(episodes: list[Episode], **options: Any) -> Result:
-    """Tapered by the trajectory's ratio where the reward is not positive; `A = R` unless told otherwise."""
+    """Compute TOPR: tapered by the trajectory's ratio where the reward is not positive; `A = R` by default."""
     defaults = {"level": "trajectory", "split": "reward", "aggregation": "seq-mean-token-sum"}
     return outcome(episodes, **with_defaults(options, surrogate="topr", centre="none", scale="none", **defaults))
 
@@ -661,7 +667,7 @@ def tis(episodes: list[Episode], **options: Any) -> Result:
 
 
 def kimi(episodes: list[Episode], square: str = "sequence", **options: Any) -> Result:
-    """Mean over episodes of `-A log pi + tau/2 (log pi - log anchor)^2`, of sequences or of single tokens."""
+    """Average over episodes `-A log pi + tau/2 (log pi - log anchor)^2`, of sequences or of single tokens."""
     if square == "sequence":
         options = with_defaults(options, surrogate="kimi of sequences", level="geometric")
     defaults = {"surrogate": "kimi", "scale": "none", "aggregation": "seq-mean-token-sum"}
@@ -669,7 +675,7 @@ def kimi(episodes: list[Episode], square: str = "sequence", **options: Any) -> R
 
 
 def decoupled_weights(episodes: list[Episode], cap: float | None) -> Tokens:
-    """`proximal / behaviour` of every token, capped."""
+    """Compute `proximal / behaviour` of every token, capped."""
     rows = []
     for e in episodes:
         pairs = zip(flat(e, "trainer_logp"), flat(e, "sampler_logp"), strict=True)
@@ -678,13 +684,13 @@ def decoupled_weights(episodes: list[Episode], cap: float | None) -> Tokens:
 
 
 def decoupled_ppo(episodes: list[Episode], weight_cap: float | None = 2.0, **options: Any) -> Result:
-    """PPO's clip around the proximal policy, times a constant weight `proximal / behaviour`."""
+    """Compute PPO's clip around the proximal policy, times a constant weight `proximal / behaviour`."""
     weights = decoupled_weights(episodes, weight_cap)
     return outcome(episodes, **with_defaults(options, anchor="trainer_logp", multiply=weights))
 
 
 def lite_ppo(episodes: list[Episode], min_std: float = 1e-3, **options: Any) -> Result:
-    """Minus the group's mean, divided by the batch's spread; token mean. Nothing is learned below `min_std`."""
+    """Compute Lite PPO: minus the group's mean, divided by the batch's spread; token mean. No loss below `min_std`."""
     rewards = [float(e["reward"]) for e in episodes]
     scale = "batch" if len(rewards) > 1 and std(rewards) >= min_std else math.inf
     return outcome(episodes, **with_defaults(options, scale=scale))
@@ -696,7 +702,7 @@ def lite_ppo(episodes: list[Episode], min_std: float = 1e-3, **options: Any) -> 
 def turn_reinforce(
     episodes: list[Episode], gamma: float = 0.95, centre: str = "none", scale: str = "none", **options: Any
 ) -> Result:
-    """Every token of turn k gets the discounted return from k on; each turn is a sample.
+    """Give every token of turn k the discounted return from k on; each turn is a sample.
 
     centre and scale normalise the returns of all turns of the group or of the batch.
     """
@@ -709,7 +715,7 @@ def turn_reinforce(
 
 
 def rebn(episodes: list[Episode], gamma: float = 0.9, eps: float = 1e-9, **options: Any) -> Result:
-    """Returns of all turns of the batch, minus their mean, divided by their population spread.
+    """Normalise the returns of all turns of the batch by their mean and population spread.
 
     Each turn is a sample; the default aggregation needs `constant`.
     """
@@ -729,7 +735,8 @@ def gigpo(
     eps: float = 1e-6,
     **options: Any,
 ) -> Result:
-    """Normalised in the group of episodes, plus normalised among turns of the group that began in the same state."""
+    """Sum the advantage normalised in the group of episodes and that among turns of the group that began in the same
+    state."""
     scale = "group" if divide else "none"
     outer = normalise([float(e["reward"]) for e in episodes], [e["group"] for e in episodes], "group", scale, eps)
     returns = [g for e in episodes for g in turn_returns(e, gamma)]
@@ -752,12 +759,13 @@ def ipa(
     expert_reward: float | None = None,
     **options: Any,
 ) -> Result:
-    """Turns: discounted outcome, geometric ratio truncated on negatives, mask where trainer and sampler disagree.
+    """Compute IPA on turns: discounted outcome, geometric ratio truncated on negatives, mask where trainer and sampler
+    disagree.
 
-    count_masked: whether masked turns stay in the denominators. An episode's first `expert_turns` turns (0 if left
-    out) are imitated: no ratio, no mask, weight lambda_il times the turn's own instead of lambda_rl. The gradient of
-    these is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of
-    the episode), discounted to the last of its `expert_length` turns (those of the episode if left out).
+    count_masked: whether masked turns stay in the denominators. An episode's first `expert_turns` turns (0 if left out)
+    are imitated: no ratio, no mask, weight lambda_il times the turn's own instead of lambda_rl. The gradient of these
+    is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of the
+    episode), discounted to the last of its `expert_length` turns (those of the episode if left out).
     """
     expert = [[k < e.get("expert_turns", 0) for k in turn_ids(e)] for e in episodes]
     advantages = []
@@ -792,13 +800,13 @@ def ipa(
 
 
 def critic_values(episode: Episode) -> list[list[float]]:
-    """`[M][T]`."""
+    """Return values `[M][T]`."""
     num = len(episode["turns"][0]["values"])
     return [[v for turn in episode["turns"] for v in turn["values"][m]] for m in range(num)]
 
 
 def mean_and_spread(episode: Episode) -> tuple[list[float], list[float]]:
-    """Of the critics at every token; population spread."""
+    """Return the critics' mean and population spread at every token."""
     columns = list(zip(*critic_values(episode), strict=True))
     return [mean(list(c)) for c in columns], [std(list(c), ddof=0) for c in columns]
 
@@ -812,9 +820,9 @@ def generalised_advantages(
     kl_reward_logp: str = "sampler_logp",
     per_turn_rewards: bool = False,
 ) -> tuple[Tokens, Tokens]:
-    """GAE under the mean of the critics, observations skipped: advantages and returns.
+    """Compute GAE under the mean of the critics, observations skipped: advantages and returns.
 
-    The episode's reward stands on its last token, or each turn's reward on the turn's last token.
+    The episode's reward is on its last token, or each turn's reward on the turn's last token.
     """
     advantages, returns = [], []
     for e in episodes:
@@ -832,7 +840,7 @@ GAE_SETTINGS = ("gamma", "lam", "kl_reward", "kl_reward_kind", "kl_reward_logp",
 
 
 def ppo(episodes: list[Episode], whitened: bool = False, advantage_clip: float | None = None, **options: Any) -> Result:
-    """The actor's part; `generalised_advantages` has the critics' targets and `critic_loss` their loss."""
+    """Compute the actor's part; `generalised_advantages` has the critics' targets and `critic_loss` their loss."""
     settings = {k: options.pop(k) for k in GAE_SETTINGS if k in options}
     advantages, _ = generalised_advantages(episodes, **settings)
     if whitened:
@@ -843,8 +851,8 @@ def ppo(episodes: list[Episode], whitened: bool = False, advantage_clip: float |
 
 
 def asy_ppo(episodes: list[Episode], mask_share: float = 0.2, **options: Any) -> Result:
-    """PPO under the mean of several critics; no gradient where they agree most. A response's denominator counts all of
-    its tokens."""
+    """Compute PPO under the mean of several critics, without a gradient where they agree most. A response's denominator
+    counts all of its tokens."""
     agree = chosen_by_rank([mean_and_spread(e)[1] for e in episodes], mask_share, highest=False)
     multiply = [[0.0 if a else 1.0 for a in row] for row in agree]
     return ppo(episodes, **with_defaults(options, multiply=multiply, aggregation="seq-mean-token-mean"))
@@ -886,12 +894,12 @@ def critic_loss(
 
 
 def top_tokens(values: list[float], count: int) -> set[int]:
-    """Ties: first come."""
+    """Return the indices of the highest values; ties: first come."""
     return set(sorted(range(len(values)), key=lambda t: -values[t])[:count])
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Linear between the two nearest."""
+    """Interpolate linearly between the two nearest values."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -900,7 +908,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def waad_steps(waad: list[float]) -> list[float]:
-    """`|WAAD_t - WAAD_{t+1}|`, one fewer than tokens."""
+    """Compute `|WAAD_t - WAAD_{t+1}|`, one fewer than tokens."""
     return [abs(waad[t] - waad[t + 1]) for t in range(len(waad) - 1)]
 
 
@@ -915,7 +923,7 @@ def rhythm(
     waad_pct: float = 0.4,
     delta_pct: float = 0.6,
 ) -> list[float]:
-    """The factors of one sequence's advantages. Percentiles are the sequence's own."""
+    """Return the factors of one sequence's advantages. Percentiles are the sequence's own."""
     n = len(waad)
     count, steps = math.floor(top * n), waad_steps(waad)
     if mode == "local":
@@ -952,7 +960,7 @@ RHYTHM_SETTINGS = ("amp", "top", "alpha", "window", "waad_pct", "delta_pct")
 
 
 def attention_rhythm(episodes: list[Episode], mode: str = "coupled", **options: Any) -> Result:
-    """GRPO with advantages multiplied by `rhythm`."""
+    """Compute GRPO with advantages multiplied by `rhythm`."""
     settings = {k: options.pop(k) for k in RHYTHM_SETTINGS if k in options}
     gammas = [rhythm(flat(e, "waad"), flat(e, "fai"), mode, **settings) for e in episodes]
     return grpo(episodes, **with_defaults(options, gammas=gammas))
@@ -962,7 +970,7 @@ def attention_rhythm(episodes: list[Episode], mode: str = "coupled", **options: 
 
 
 def smoothed(q: list[float], window: int, smoother: str = "mean") -> list[float]:
-    """Mean over a centred window, cut off at the ends; or median over it, the ends repeated."""
+    """Smooth by the mean over a centred window, cut off at the ends; or by its median, the ends repeated."""
     half = window // 2
     if smoother == "mean":
         return [mean(q[max(0, t - half) : t + half + 1]) for t in range(len(q))]
@@ -971,7 +979,7 @@ def smoothed(q: list[float], window: int, smoother: str = "mean") -> list[float]
 
 
 def segments(q: list[float], delta: float, min_len: int = 1, sign_at: float = 0.1) -> list[tuple[int, int]]:
-    """Half-open intervals between pivots. A pivot nearer than min_len to the one before it is passed over."""
+    """Return half-open intervals between pivots. A pivot nearer than min_len to the previous one is skipped."""
     starts = [0]
     for t in range(1, len(q)):
         jump = abs(q[t] - q[t - 1]) > delta
@@ -993,7 +1001,7 @@ def agreement(
     smoother: str = "mean",
     means_of: str = "smoothed",
 ) -> Flags:
-    """Whether the mean token reward of each token's segment agrees with the sequence's sign.
+    """Return whether the mean token reward of each token's segment agrees with the sequence's sign.
 
     delta None: one spread of the batch's absolute differences; baseline None: the batch's mean. Less than min_keep of a
     sequence: all of it is kept. means_of: "smoothed" token rewards take the place of the raw ones everywhere; "raw":
@@ -1016,7 +1024,7 @@ def agreement(
 
 
 def token_rewards(episode: Episode, beta: float = 0.1) -> list[float]:
-    """`beta (scorer - reference)`."""
+    """Compute `beta (scorer - reference)`."""
     pairs = zip(flat(episode, "scorer_logp"), flat(episode, "ref_logp"), strict=True)
     return [beta * (p - q) for p, q in pairs]
 
@@ -1025,7 +1033,7 @@ AGREEMENT_SETTINGS = ("delta", "baseline", "min_len", "min_keep", "smooth", "ddo
 
 
 def segment_reward(episodes: list[Episode], beta: float = 0.1, **options: Any) -> Result:
-    """GRPO with `A_t <- M_t A_t`; the sign of an episode is its success."""
+    """Compute GRPO with `A_t <- M_t A_t`; the sign of an episode is its success."""
     settings = {k: options.pop(k) for k in AGREEMENT_SETTINGS if k in options}
     signs = [1 if e["success"] else -1 for e in episodes]
     masks = agreement([token_rewards(e, beta) for e in episodes], signs, **settings)
@@ -1044,7 +1052,7 @@ def opd(
     scale: str = "group",
     **options: Any,
 ) -> Result:
-    """`A_t = -sum_i coef_i (student - teacher_i)`; mixed: plus the normalised outcome.
+    """Compute `A_t = -sum_i coef_i (student - teacher_i)`; mixed: plus the normalised outcome.
 
     Pure: an episode that is routed to no teacher is left out, also of the denominators.
     """
@@ -1077,7 +1085,8 @@ def sft(
     aggregation: str = "token-mean",
     constant: float | None = None,
 ) -> Result:
-    """`-sum m logp / sum m`. Turns of weight 0 are left out; another weight multiplies. Advantages: these weights."""
+    """Compute `-sum m logp / sum m`. Turns of weight 0 are left out; another weight multiplies. Advantages: these
+    weights."""
     weights = [per_turn(e, [float(turn.get("weight", 1.0)) for turn in e["turns"]]) for e in episodes]
     counted = []
     for n, row in enumerate(weights):
@@ -1093,7 +1102,7 @@ def sft(
 
 
 def select_for_imitation(episodes: list[Episode], cap: int = 4, similarity: float = 0.9) -> list[bool]:
-    """Successes, first come, unlike those already kept of their group, at most `cap` per group."""
+    """Select successes, first come, unlike those already kept of their group, at most `cap` per group."""
     kept: dict[int, list[str]] = {}
     out = []
     for e in episodes:
@@ -1114,7 +1123,7 @@ def rft(episodes: list[Episode], cap: int = 4, similarity: float = 0.9, **option
 
 
 def best_and_worst(episodes: list[Episode]) -> list[tuple[int, int]]:
-    """One pair (chosen, rejected) per group whose rewards are not all equal; first place wins ties."""
+    """Return one pair (chosen, rejected) per group whose rewards are not all equal; the first wins ties."""
     pairs = []
     for group in dict.fromkeys(e["group"] for e in episodes):
         members = [n for n, e in enumerate(episodes) if e["group"] == group]
@@ -1135,7 +1144,7 @@ def dpo(
     pairs: list[tuple[int, int]] | None = None,
     masks: Flags | None = None,
 ) -> Result:
-    """Mean over pairs of dpo, ipo or simpo, plus `ftx * NLL(chosen) / |chosen|`. masks: tokens that count (dpo, ipo).
+    """Average dpo, ipo or simpo over pairs, plus `ftx * NLL(chosen) / |chosen|`. masks: tokens that count (dpo, ipo).
 
     Advantages: 1 on chosen, -1 on rejected episodes, else 0.
     """
@@ -1187,11 +1196,12 @@ def softmax(z: list[float], tau: float = 1.0) -> list[float]:
 def divergence(
     teacher: list[float], student: list[float], kind: str, alpha: float = 0.1, head: float = 0.5
 ) -> tuple[float, list[float]]:
-    """Of two distributions, and its slope in each probability of the student (as if they were free).
+    """Compute the divergence of two distributions, and its slope in each probability of the student (as if they were
+    free).
 
-    skewed: KL(teacher || alpha teacher + (1 - alpha) student). adaptive: forward and reverse KL weighted by how much
-    of the absolute difference is in the teacher's head (its most likely entries, up to and with the one that takes
-    their sum to `head`) and in its tail; the weights are constants.
+    skewed: KL(teacher || alpha teacher + (1 - alpha) student). adaptive: forward and reverse KL weighted by how much of
+    the absolute difference is in the teacher's head (its most likely entries, up to and with the one that takes their
+    sum to `head`) and in its tail; the weights are constants.
     """
     pairs = list(zip(teacher, student, strict=True))
     forward = math.fsum(p * math.log(p / q) for p, q in pairs if p > 0)
@@ -1238,7 +1248,7 @@ def distill_token(
     top_k: int | None = None,
     remainder: bool = False,
 ) -> tuple[float, list[float]]:
-    """`ce * CE(label) + lam * tau^2 * D` of one position's logits, and its slope in the student's logits.
+    """Compute `ce * CE(label) + lam * tau^2 * D` of one position's logits, and its slope in the student's logits.
 
     top_k without remainder: both distributions are renormalised over the teacher's k largest logits. With remainder:
     all other entries are one bucket, whose probability is their sum.
@@ -1272,7 +1282,7 @@ def distill_token(
 def distill(
     student: list[list[float]], teacher: list[list[float]], labels: list[int], mask: list[bool], **settings: Any
 ) -> tuple[float, list[list[float]]]:
-    """Mean over the positions in the mask; `[T][V]` logits, the gradient has their shape."""
+    """Average over the positions in the mask; `[T][V]` logits, the gradient has their shape."""
     total = max(sum(mask), 1)
     loss, grad = 0.0, [[0.0] * len(z) for z in student]
     for t, counts in enumerate(mask):
@@ -1289,7 +1299,7 @@ def distill(
 def finite_differences(
     algorithm: Callable[[list[Episode]], Result], episodes: list[Episode], step: float = 1e-5
 ) -> Tokens:
-    """Central differences of the loss in every logp; what stop-gradients see stays where it was."""
+    """Compute central differences of the loss in every logp; stop-gradients see unchanged values."""
     base = copy.deepcopy(episodes)
     for e in base:
         for turn in e["turns"]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    """The folder of the scripts on the path, as when one of them is run; its modules are forgotten afterwards."""
+    """Put the folder of the scripts on the path, as when one of them runs; unload its modules afterwards."""
     folder = ROOT / "benchmarks" / "accelerator"
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     names = {path.stem for path in folder.glob("*.py")}

@@ -26,7 +26,7 @@ TAUBENCH = os.environ.get("ROLLJAX_TAUBENCH", "")
 
 
 def play(spec, index, act, most=50):
-    """Opening text and the results of an episode."""
+    """Return the first text and the results of an episode."""
     env = spec.make()
     initial_messages, results = env.reset(spec.task(index)), []
     while len(results) < most and not (results and (results[-1].terminated or results[-1].truncated)):

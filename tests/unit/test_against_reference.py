@@ -85,7 +85,8 @@ class World:
         return np.random.default_rng(self.seed)
 
     def groups(self, size=None, replay=False):
-        """Trajectories with ties in rewards, truncated ones, equal observations, near-equal texts, turns of weight 0.
+        """Return trajectories with ties in rewards, truncated ones, equal observations, near-equal texts, turns of
+        weight 0.
 
         size: siblings of every group. replay: some trajectories start with replayed turns.
         """
@@ -124,12 +125,12 @@ class World:
         return Trajectory(key, task, tuple(turns), reward, {}, reward > 0, "truncated" if cut else "ok", expert=expert)
 
     def near(self, logp, scale, salt):
-        """Log-probs of another policy. Float32 numbers, so that both sides are given the same."""
+        """Return log-probs of another policy, as float32 numbers so that both sides get the same."""
         rng = np.random.default_rng([self.seed, salt])
         return np.minimum(logp + rng.normal(0, scale, logp.shape), -1e-3).astype(np.float32).astype(np.float64)
 
     def episodes(self, groups, needs):
-        """With everything that the algorithm asks for."""
+        """Return episodes with all arrays that the algorithm needs."""
         e = Episodes.of(groups, limit_tok=LIMIT_TOK)
         rng = np.random.default_rng([self.seed, 1])
         asked = {}
@@ -163,7 +164,7 @@ RICH = [World(seed, 4, 4, 3, 6, rewards) for seed, rewards in enumerate(("graded
 
 
 def on_worlds(compare, num):
-    """`compare(world)` for batches in which there is something to get wrong, and for `num` that hypothesis draws."""
+    """Call `compare(world)` for the batches of `RICH`, and for `num` that hypothesis generates."""
     for world in RICH:
         compare = example(world=world)(compare)
     settings(max_examples=num)(given(world=worlds)(compare))()
@@ -173,7 +174,7 @@ TOKENS = ("sampler_logp", "trainer_logp", "ref_logp", "scorer_logp", "waad", "fa
 
 
 def told(groups, e, logps, algorithm):
-    """The same batch in the words of the reference."""
+    """Convert the batch to the reference's format."""
     flat = [t for group in groups for t in group]
     teachers = getattr(algorithm, "teachers", ())
     out = []
@@ -206,14 +207,15 @@ def told(groups, e, logps, algorithm):
 
 
 def moved(world, groups, e, algorithm):
-    """Log-probs of a policy that has moved on from the anchor, `[T]` of each trajectory."""
+    """Return log-probs of a policy away from the anchor, `[T]` of each trajectory."""
     start = e.sampler_logp if getattr(algorithm, "anchor", "") != "proximal" else e.trainer_logp
     logps = world.near(start, 0.3, 99).astype(np.float32)
     return [logps[n, : t.num_sampled_tok] for n, t in enumerate(t for group in groups for t in group)]
 
 
 def agree(loss, grad, want, rel=1e-5):
-    """Gradients to `rel` of the largest one; losses to `rel` of the sizes that are summed. Returns that largest one."""
+    """Compare gradients to `rel` of the largest one, losses to `rel` of the summed sizes. Return that largest
+    gradient."""
     largest = max((abs(g) for row in want.grad for g in row), default=0.0)
     sizes = sum(abs(g) for row in want.grad for g in row)
     assert loss == pytest.approx(want.loss, abs=rel * (abs(want.loss) + sizes) + 1e-6)
@@ -226,7 +228,8 @@ def agree(loss, grad, want, rel=1e-5):
 
 
 def with_rewards(algorithm, change, **options):
-    """The reference with other rewards: `change(episodes) -> list of rewards`. The last turn gets the difference."""
+    """Return the reference with other rewards: `change(episodes) -> list of rewards`. The last turn gets the
+    difference."""
 
     def changed(episodes):
         out = []
@@ -240,7 +243,7 @@ def with_rewards(algorithm, change, **options):
 
 
 def without(algorithm, left_out, **options):
-    """The reference on a part of the batch; the others have no loss."""
+    """Return the reference on a part of the batch; the others have no loss."""
 
     def part(episodes):
         inside = [n for n, one in enumerate(episodes) if not left_out(one)]
@@ -260,7 +263,7 @@ def punished(episodes):
 
 
 def per_turn(algorithm, **options):
-    """`turn-sum-norm`: divided by all turns times the longest allowed answer."""
+    """Return the reference of `turn-sum-norm`: divided by all turns times the longest allowed answer."""
 
     def constant(episodes):
         return algorithm(episodes, constant=float(sum(len(one["turns"]) for one in episodes) * LIMIT_TOK), **options)
@@ -269,7 +272,8 @@ def per_turn(algorithm, **options):
 
 
 def without_cut_turns(algorithm):
-    """The first turn of a truncated episode is the one that was cut (`World`): it has no loss."""
+    """Return the reference without the loss of the first turn of a truncated episode, the one that was cut
+    (`World`)."""
 
     def part(episodes, **options):
         whole = [[float(k > 0 or not one["truncated"]) for k in ref.turn_ids(one)] for one in episodes]
@@ -279,14 +283,14 @@ def without_cut_turns(algorithm):
 
 
 def short(episodes):
-    """With half of Kimi's length reward."""
+    """Return rewards with half of Kimi's length reward."""
     lengths = [ref.length(one) for one in episodes]
     extra = ref.length_reward(lengths, [x["success"] for x in episodes], [x["group"] for x in episodes])
     return [one["reward"] + 0.5 * x for one, x in zip(episodes, extra, strict=True)]
 
 
 def weighed(algorithm, **options):
-    """Every episode weighs `.5 + 1.5 unsolved` times `1.5 - length`, on average 1."""
+    """Weigh every episode by `.5 + 1.5 unsolved` times `1.5 - length`, on average 1."""
 
     def with_weights(episodes):
         groups = [one["group"] for one in episodes]
@@ -302,7 +306,7 @@ def weighed(algorithm, **options):
 
 
 def too_long(one):
-    """Unsolved with 6 tokens or more, or solved with 9 or more."""
+    """Return whether an episode is unsolved with 6 tokens or more, or solved with 9 or more."""
     return ref.length(one) >= (9 if one["success"] else 6)
 
 
@@ -317,7 +321,7 @@ def sampled_only(episodes):
 
 
 def as_if_only_sampled(algorithm, **options):
-    """The reference on what is left of the episodes without their replayed turns; those have no loss."""
+    """Return the reference on the episodes without their replayed turns, which have no loss."""
 
     def rest(episodes):
         got = algorithm([{**one, "turns": one["turns"][one["expert_turns"] :]} for one in episodes], **options)
@@ -328,7 +332,7 @@ def as_if_only_sampled(algorithm, **options):
 
 
 def segment_reward(episodes):
-    """GRPO with `A_t <- M_t A_t`."""
+    """Compute GRPO with `A_t <- M_t A_t`."""
     base = [{**one, "turns": [{**t, "ref_logp": t["teacher_logp"][0]} for t in one["turns"]]} for one in episodes]
     scores = ref.normalise([one["reward"] for one in base], [one["group"] for one in base])
     settings = {"min_len": 3, "min_keep": 0.2, "smooth": 3, "smoother": "median", "means_of": "raw"}
@@ -339,7 +343,7 @@ def segment_reward(episodes):
 
 
 def reward_model(episodes):
-    """The values of the two last tokens are a pair's scores."""
+    """Compute the loss of pairs whose scores are the values of the two last tokens."""
     scored = [{**one, "turns": [{**t, "ref_logp": [0.0] * len(t["logp"])} for t in one["turns"]]} for one in episodes]
     last = [[t == ref.length(one) - 1 for t in range(ref.length(one))] for one in scored]
     pairs = None if "pairs" not in episodes[0] else [(n, n + 1) for n in range(0, len(episodes), 2)]
@@ -347,7 +351,7 @@ def reward_model(episodes):
 
 
 def recorded(algorithm, **options):
-    """First the chosen one, then the rejected one."""
+    """Return the reference on pairs: first the chosen one, then the rejected one."""
 
     def paired(episodes):
         if algorithm is reward_model:
@@ -655,7 +659,7 @@ def test_agrees_with_the_reference(name):
 
 
 def two_steps(algorithm):
-    """Groups, episodes and log-probs of two steps, and what the first one hands to the second."""
+    """Return groups, episodes and log-probs of two steps, and the algorithm state between them."""
     steps, algorithm_state = [], {}
     for seed in (5, 6):
         world = World(seed, 3, 4, 2, 5, "graded")
@@ -780,11 +784,11 @@ class Rows:
         self.tokens = [arrays["tokens"].reshape(-1)[at] for group in self.packed.indices for at in group]
 
     def seen(self, table):
-        """What the table says before each token of the samples that take part, `[T, D]` each."""
+        """Return the table's entries before each token of the samples that take part, `[T, D]` each."""
         return [table.reshape(-1, table.shape[-1])[at].astype(float) for at in self.before]
 
     def dense(self, grads):
-        """Gradients `[T, D]` of the samples, added up where the table has them."""
+        """Scatter gradients `[T, D]` of the samples into the shape of the table."""
         out = np.zeros_like(self.tables[0], np.float64).reshape(-1, self.tables[0].shape[-1])
         for at, g in zip(self.before, grads, strict=True):
             np.add.at(out, at, g)
@@ -851,7 +855,7 @@ def test_distillation(name):
 
 
 def whole(turn):
-    """Weights 0 or 1."""
+    """Round weights to 0 or 1."""
     return dataclasses.replace(turn, weight=float(turn.weight == 1))
 
 
@@ -938,7 +942,7 @@ def test_critics(name):
 
 
 def shards(algorithm, e):
-    """Responses of each prompt dealt out in turn, beginning one further with each prompt; or whole prompts."""
+    """Deal the responses of each prompt in turn, starting one further with each prompt; or deal whole prompts."""
     if algorithm.critic.num == 1 or algorithm.critic.shard == "all":
         return None
     groups = e.groups.tolist()

@@ -47,7 +47,8 @@ def ids(served, text):
 
 
 def odd_ids(served):
-    """An answer whose ids are not those of its text: half a character and a special token, which texts do not show."""
+    """Return an answer whose ids are not those of its text: half a character and a special token, which texts do not
+    show."""
     first = served.chat.tokenizer("é")["input_ids"][0]
     user = served.chat.tokenizer.convert_tokens_to_ids("<|user|>")
     return [first, user, *ids(served, "calc(17*3)")]

@@ -26,7 +26,7 @@ def program(code, **settings):
 
 
 def play(code, *, tasks=(TASK,), variables=None, **settings):
-    """The answers of one process."""
+    """Return the answers of one process."""
 
     async def run():
         worker = AgentProcess(program(code, **settings), variables or {})
@@ -43,7 +43,7 @@ def play(code, *, tasks=(TASK,), variables=None, **settings):
 
 
 def gone(pid, seconds=20):
-    """Whether a process ends soon (a zombie has ended)."""
+    """Return whether a process ends soon (a zombie has ended)."""
 
     async def wait():
         while True:

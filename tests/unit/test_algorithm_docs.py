@@ -37,7 +37,7 @@ each = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
 
 @pytest.fixture(scope="module")
 def made():
-    """Every page of algorithms, by file name."""
+    """Return every page of algorithms, by file name."""
     return pages.pages()
 
 
@@ -82,7 +82,7 @@ def test_attribute_docstrings_are_read_also_of_bases():
 
 
 def flaws(cls):
-    """What is wrong with what a class says of its paper."""
+    """Yield the errors in a class's statements about its paper."""
     paper, defaults = pages.paper_of(cls), {f.name: pages.field_default(f) for f in dataclasses.fields(cls)}
     if "none" not in pages.papers(cls) and not paper:
         yield "it names a paper: what does that state? Write `paper` (rolljax.trainer.paper)"
@@ -197,7 +197,7 @@ def test_no_recipe_is_left_over():
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """An example's file, imported from the working directory as a user's would be."""
+    """Return a function that imports an example's file from the working directory as a user's."""
     made = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

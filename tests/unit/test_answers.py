@@ -86,7 +86,7 @@ def test_formulas_are_compared_by_the_verifier():
 
 
 def judged_here(reference, answer):
-    """What `is_same` says, without a child process for the verifier."""
+    """Compute `is_same` without a child process for the verifier."""
     plainly = compare(reference, answer)
     if plainly is not None:
         return plainly
@@ -186,7 +186,7 @@ VALUES = [
 
 
 def hedges(values):
-    """Two values in one answer, in every way that LaTeX has of putting something between them or around them."""
+    """Yield two values in one answer, with everything that LaTeX can put between or around them."""
     for a, b in values:
         for joiner in JOINERS:
             yield a, b, f"{a} {joiner} {b}"

@@ -158,7 +158,7 @@ def test_bytes_are_those_of_what_is_sliced_not_of_what_it_is_sliced_from():
 
 @pytest.fixture(scope="module")
 def update():
-    """A small update over fsdp 4 x tensor 2, compiled: 2 micro-batches of 4 rows of 64 tokens."""
+    """Compile a small update over fsdp 4 x tensor 2: 2 micro-batches of 4 rows of 64 tokens."""
     shape = Qwen3Config(512, 3, 64, 4, 2, 32, 256, tie_embeddings=False)
     model = Model(shape, "float32", "full")
     trainer = PhaseTrainer(

@@ -30,7 +30,7 @@ PARTS = [
 
 
 def row(parts):
-    """Segments, branches, positions and predecessors of one packed row."""
+    """Return segments, branches, positions and predecessors of one packed row."""
     segment, branch, position, prev = np.zeros((4, T), np.int32)
     prev[:] = np.arange(T)
     at = 0
@@ -48,7 +48,7 @@ def row(parts):
 
 @pytest.fixture(scope="module")
 def rows():
-    """`[4, T]` each, and where there are tokens."""
+    """Return arrays `[4, T]`, and where there are tokens."""
     segment, branch, position, prev = (jnp.asarray(np.stack(x)) for x in zip(*map(row, sum(PARTS, [])), strict=True))
     return segment, branch, position, prev, np.asarray(segment > 0)
 
@@ -60,7 +60,7 @@ def heads(dtype):
 
 
 def run(rows, how, dtype, size, mesh=None):
-    """Function of whether the window is on: mixed values, and gradients of queries, keys and values."""
+    """Return a function of whether the window is on: mixed values, and gradients of queries, keys and values."""
     *qkv, weight = heads(dtype)
     segment, branch, position, _, real = rows
     weight = weight * real[..., None, None]
@@ -156,7 +156,7 @@ def test_memory_of_long_rows_is_linear():
 
 
 def mesh_of(platform, kind="", capability=None):
-    """A mesh of one device that is not here."""
+    """Return a mesh of one device that this machine does not have."""
     device = types.SimpleNamespace(platform=platform, device_kind=kind)
     if capability:
         device.compute_capability = capability
@@ -170,7 +170,7 @@ TPU = mesh_of("tpu", "TPU v5 lite")
 
 @pytest.fixture
 def cudnn_is_there(monkeypatch):
-    """JAX refuses cuDNN on a machine without it, before it asks for anything else."""
+    """Pretend that cuDNN is installed: JAX refuses it first on a machine without it."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
@@ -270,7 +270,7 @@ def test_xla_needs_no_kernel_on_a_gpu(rows, monkeypatch, score_bytes):
 
 
 def on_one_and_on(mesh, f, *args):
-    """Values and gradients of `f`, a function of a float array and integers, without a mesh and on one."""
+    """Return values and gradients of `f`, a function of a float array and integers, without a mesh and on one."""
 
     def program(mesh):
         def loss(x, *rest):

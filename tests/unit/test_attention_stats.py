@@ -41,14 +41,14 @@ class Sequence:
 
 
 def tree(prompt_len, answers, rng):
-    """A group: the shared prompt, and siblings made of (sampled, observed) pieces."""
+    """Return a group: the shared prompt, and siblings made of (sampled, observed) pieces."""
     masks = [np.concatenate([np.arange(s + o) < s for s, o in pieces]) for pieces in answers]
     return rng.integers(0, 264, prompt_len), [(rng.integers(0, 264, len(m)), m) for m in masks]
 
 
 @pytest.fixture(scope="module")
 def packed_rows():
-    """`[2, ROW_LEN]` arrays by field with two groups per row, padding behind them, and the sequences in them."""
+    """Return `[2, ROW_LEN]` arrays by field with two groups per row and padding, and the sequences in them."""
     rng = np.random.default_rng(3)
     layout = [
         [(9, [[(8, 0)], [(3, 2), (5, 0)], [(1, 0)]]), (4, [[(13, 0)]])],
@@ -81,7 +81,7 @@ def packed_rows():
 
 @pytest.fixture(scope="module")
 def alone_rows(packed_rows):
-    """The same sequences, each alone in its row."""
+    """Return the same sequences, each alone in its row."""
     sequences = packed_rows[1]
     arrays = {f: np.zeros((len(sequences), ROW_LEN), bool if f == "mask" else np.int32) for f in FIELDS}
     for n, s in enumerate(sequences):
@@ -93,7 +93,7 @@ def alone_rows(packed_rows):
 
 @pytest.fixture(scope="module")
 def naive(packed_rows, alone_rows):
-    """naive(model, params, layers): per sequence the span sums [L, H], and WAAD and FAI of its sampled tokens
+    """Return naive(model, params, layers): per sequence the span sums [L, H], and WAAD and FAI of its sampled tokens
     [L, H, n], from whole attention matrices in float64."""
 
     @functools.cache
@@ -338,7 +338,7 @@ def temp_bytes(model, row_len, **how):
 
 @pytest.fixture
 def full_compiles():
-    """Fusion decides which arrays are in memory."""
+    """Compile with all optimizations: fusion decides which arrays are in memory."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

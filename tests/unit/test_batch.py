@@ -20,7 +20,7 @@ COLUMNS = ("sampler_logp", "advantages", "returns", "old_values_C")
 
 
 def sample(rng, prompt, turns, vocab=3):
-    """`turns` are (sampled, observed) lengths. A small vocabulary makes siblings share tokens by chance."""
+    """Return a sample. turns: (sampled, observed) lengths. A small vocabulary makes siblings share tokens by chance."""
     sampled = np.concatenate([np.zeros(len(prompt), bool), *(np.arange(s + o) < s for s, o in turns)])
     tokens = rng.integers(0, vocab, len(sampled))
     tokens[: len(prompt)] = prompt
@@ -45,7 +45,7 @@ def build(layout, seed):
 
 
 def flat(batch):
-    """The batch's arrays as rows `[M * B, T]` or `[M * B, T, C]`."""
+    """Return the batch's arrays as rows `[M * B, T]` or `[M * B, T, C]`."""
     return {n: np.asarray(a).reshape(-1, *a.shape[2:]) for n, a in batch.arrays().items()}
 
 
@@ -53,12 +53,12 @@ RECORDED = ("tokens", "scale", *COLUMNS)
 
 
 def record(arrays, turns):
-    """A sequence as one comparable value: for every token what is known about it and its turn (-1: not sampled)."""
+    """Return a sequence as one comparable value: all fields of every token, with its turn (-1: not sampled)."""
     return tuple(map(tuple, np.column_stack([*(arrays[n] for n in RECORDED), turns]).tolist()))
 
 
 def unpacked(rows):
-    """All sequences of a batch as records, found by walking `prev` back from the last token of every branch.
+    """Return all sequences of a batch as records, found by walking `prev` back from the last token of every branch.
 
     Every stored token must be on one of these walks, and within a row every trajectory and turn has its own number.
     """
@@ -90,7 +90,7 @@ def unpacked(rows):
 
 
 def expected(groups, aggregation, limit_tok):
-    """Records of the samples as they are."""
+    """Return records of the samples themselves."""
     records = []
     masks, turns = ([[x(s) for s in g] for g in groups] for x in (lambda s: s.mask, lambda s: s.turns))
     scales = token_scales(masks, aggregation, limit_tok, turns)
@@ -370,7 +370,7 @@ def restarting(rng, prompt, turns, restarts):
 
 
 def pieces(s):
-    """Its sequences, as samples."""
+    """Yield a sample's sequences, as samples."""
     for lo, hi in zip(s.starts, [*s.starts[1:], len(s.tokens)], strict=True):
         own = (s.indices >= lo) & (s.indices < hi)
         yield Sample(s.tokens[lo:hi], s.indices[own] - lo, s.turns[own], {n: c[own] for n, c in s.columns.items()})

@@ -47,14 +47,14 @@ def start():
 
 
 def talk(child, face, deadline_s=OUTER_S):
-    """The next line, by the blocking face or by the coroutines."""
+    """Return the next line, by the blocking interface or by the coroutines."""
     if face == "threads":
         return child.receive(deadline_s)
     return asyncio.run(asyncio.wait_for(child.areceive(), OUTER_S))
 
 
 def wait_until_gone(pid):
-    """Until a process has ended (a zombie has)."""
+    """Wait until a process has ended (a zombie has)."""
     end = time.monotonic() + OUTER_S
     while True:
         try:

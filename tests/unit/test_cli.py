@@ -23,7 +23,7 @@ print(counts.get("/jax/compilation_cache/cache_hits", 0), counts.get("/jax/compi
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """Of a user who has set nothing, with a cache folder of their own."""
+    """Set up the environment of a user without settings, with their own cache folder."""
     for name in list(os.environ):
         if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT", "JAX_ENABLE")):
             monkeypatch.delenv(name)

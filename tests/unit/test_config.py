@@ -28,7 +28,8 @@ HEAD = "from __gin__ import dynamic_registration\nimport config_fixture as fx\n"
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """load(text, *settings, other_file=text): writes main.gin (and others) to the working directory and loads it."""
+    """Return load(text, *settings, other_file=text): writes main.gin (and others) to the working directory and loads
+    it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 

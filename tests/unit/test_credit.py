@@ -43,7 +43,7 @@ finite = st.floats(-100, 100)
 
 @st.composite
 def ragged(draw, *fields):
-    """(mask, one float array per field), NaN wherever the mask is False; holes anywhere, rows may be empty."""
+    """Generate (mask, one float array per field), NaN wherever the mask is False; holes anywhere, rows may be empty."""
     shape = draw(sizes)
     mask = draw(hnp.arrays(bool, shape))
     return mask, *(np.where(mask, draw(hnp.arrays(np.float64, shape, elements=f)), np.nan) for f in fields)
@@ -57,7 +57,7 @@ def grouped(draw):
 
 @st.composite
 def episodes_of_turns(draw):
-    """(values [N, K], num_turns [N]) with NaN beyond the turns."""
+    """Generate (values [N, K], num_turns [N]) with NaN beyond the turns."""
     n, k = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     turns = draw(hnp.arrays(np.int64, n, elements=st.integers(0, k)))
     values = draw(hnp.arrays(np.float64, (n, k), elements=finite))

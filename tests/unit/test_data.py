@@ -137,7 +137,7 @@ MIB = 2**20
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    """The limits on sizes, small enough to be passed at once."""
+    """Set the limits on sizes low enough to be exceeded at once."""
     for name, limit in (("SMALL_BYTES", MIB), ("MAX_RATIO", 2), ("MAX_ROW_BYTES", 4096), ("MAX_ROWS", 100_000)):
         monkeypatch.setattr(rows, name, limit)
 

@@ -55,7 +55,7 @@ def read(path):
 
 
 def through(tmp_path, *stages, records, **settings):
-    """What stages make of records, and the report's ledger of each stage."""
+    """Run records through stages; return the rows, and the report's ledger of each stage."""
     source = write(tmp_path / "in.jsonl", records)
     found = pipeline.run(Pipeline(stages, **settings), source, tmp_path / "out", fresh=True)
     rows = [row for name in found.files for row in read(found.folder / name)]
@@ -69,7 +69,7 @@ def sums(num, seed=0):
 
 
 def adder(messages, rng):
-    """Adds, and is wrong the more often the larger the sum."""
+    """Answer a sum; the larger it is, the more often the answer is wrong."""
     a, b = (int(word.strip("?")) for word in messages[-1]["content"].split() if word.strip("?").isdigit())
     return f"\\boxed{{{a + b + (rng.random() < (a + b) / 200)}}}"
 
@@ -83,7 +83,7 @@ def run_killed(kill, recipe, source, out):
 
 
 def made(out):
-    """What a pipeline leaves behind, without what is of the clock."""
+    """Return a pipeline's files, without measured times."""
     report = json.loads((out / "report.json").read_text())
     for stage in report["stages"].values():
         stage.pop("seconds"), stage.pop("asked")

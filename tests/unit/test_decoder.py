@@ -19,7 +19,7 @@ POSITIONS = jnp.tile(jnp.arange(T), (B, 1))
 
 @pytest.fixture(scope="module")
 def logits(model, params):
-    """logits(tokens, positions=..., segments=..., branches=...), `[B, T, V]`."""
+    """Return logits(tokens, positions=..., segments=..., branches=...), `[B, T, V]`."""
 
     @jax.jit
     def run(tokens, positions, segments, branches):

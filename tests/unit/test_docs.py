@@ -25,7 +25,7 @@ def title(page):
 
 
 def prose(page):
-    """The text of a page without its fenced blocks."""
+    """Return the text of a page without its fenced blocks."""
     return re.sub(r"^( *)(`{3,}).*?^\1\2$", "", page.read_text(), flags=re.S | re.M)
 
 
@@ -38,7 +38,7 @@ def spans(page):
 
 
 def anchor(heading):
-    """As GitHub makes it of a heading."""
+    """Return GitHub's anchor of a heading."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
@@ -70,7 +70,7 @@ def tree(path):
 
 
 def assigned(node):
-    """Names that a statement binds."""
+    """Return the names that a statement binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -85,7 +85,7 @@ def assigned(node):
 
 @functools.cache
 def classes():
-    """Every class of ours by its name: the names in its body and methods, and those of its bases."""
+    """Return every class of ours by name: the names in its body and methods, and those of its bases."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(tree(path)):
@@ -101,7 +101,7 @@ def classes():
 
 
 def members(name):
-    """Names a class has, with those of its bases; None if a base is not ours."""
+    """Return the names of a class and its bases; None if a base is not ours."""
     names, bases = classes()[name]
     inherited = [
         members(base) if base in classes() else None for base in bases if base not in ("Protocol", "ABC", "Generic")
@@ -177,14 +177,14 @@ def test_settings_are_right(page):
 
 
 def section(page, heading):
-    """The text below a heading, up to the next of its kind."""
+    """Return the text below a heading, up to the next of its level."""
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.S | re.M)
     assert found, f"{page.name} has no section {heading!r}"
     return found[1]
 
 
 def table(text):
-    """The cells of a table's rows, without its head."""
+    """Return the cells of a table's rows, without its head."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return rows[2:]
 
@@ -265,7 +265,7 @@ def words(name):
 
 
 def identifiers(path):
-    """Names that a file makes: of classes, functions, arguments, variables, fields."""
+    """Yield the names that a file defines: of classes, functions, arguments, variables, fields."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.arg):
             yield node.arg, node.lineno

@@ -22,7 +22,7 @@ from tests.ends import Killed, at_points
 
 
 def state(value):
-    """A small tree of arrays whose numbers depend on `value`."""
+    """Return a small tree of arrays whose numbers depend on `value`."""
     return {"a": jax.random.normal(jax.random.key(value), (64, 100)), "b": [jnp.full((4,), value, jnp.int32)]}
 
 
@@ -45,7 +45,7 @@ def save(checkpoints, value):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder with two checkpoints, of steps 2 and 4."""
+    """Make a folder with two checkpoints, of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("two") / "ckpt"
     checkpoints = Checkpoints(folder)
     assert [save(checkpoints, 2), save(checkpoints, 4)] == ["000001_step_2", "000002_step_4"]
@@ -56,7 +56,7 @@ def two(tmp_path_factory):
 
 
 def places(tmp_path):
-    """Ways to put a new thing in the place of an old one: the write, and what then tells old, new and neither."""
+    """Return ways to replace an old file or folder by a new one: the write, and a check for old, new or neither."""
     file, folder = tmp_path / "file", tmp_path / "folder"
 
     def write_folder(text):
@@ -232,7 +232,7 @@ def files(path):
 
 
 def harm(checkpoint, number, kind):
-    """Damage file `number` of a checkpoint; whether that changed anything."""
+    """Damage file `number` of a checkpoint; return whether that changed anything."""
     path = files(checkpoint)[number]
     before = {p: p.read_bytes() for p in files(checkpoint)}
     if kind == "swapped":

@@ -39,7 +39,7 @@ NEVER_ONE = Grpo(anchor="proximal", correction=Correction("token", weight_cap=No
 
 
 def episodes(algorithm, *rewards, **changes):
-    """Groups that all have these rewards."""
+    """Return groups that all have these rewards."""
     rng = np.random.default_rng(0)
     groups = groups_of(rng, num_groups=3, group_size=len(rewards), rewards=[rewards] * 3)
     return dataclasses.replace(episodes_of(rng, groups, algorithm.needs()), **changes)
@@ -99,7 +99,7 @@ def test_the_best_case_is_one_token_with_rewards_that_differ():
 
 
 def step(model, params, algorithm, *rewards):
-    """A step on two groups that both have these rewards."""
+    """Train a step on two groups that both have these rewards."""
     mesh = MeshSpec().build(jax.devices()[:1])
     settings = {"steps": 1, "groups_per_step": 2, "limit_tok": 16}
     trainer = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
