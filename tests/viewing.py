@@ -23,7 +23,8 @@ USER, ASSISTANT, END = 258, 259, 257
 
 
 def encode(text):
-    """Ids of a text in the byte tokenizer, in a table of its own: 33 to 126 first, as bytes sort by GPT-2's letters."""
+    """Return the ids of a text in the byte tokenizer, from a separate table: 33 to 126 first, as bytes sort by GPT-2's
+    letters."""
     from rolljax.model.tokenizer import byte_core
 
     return byte_core().encode(text, add_special_tokens=False).ids
@@ -56,7 +57,7 @@ def trajectory(
 
 
 def step_of(number, groups=4, siblings=4, text=""):
-    """Trajectories of a step: the spread of rewards grows with the draw."""
+    """Return the trajectories of a step: the spread of rewards grows with the prompt index."""
     found = []
     for g in range(groups):
         draw = number * groups + g
@@ -91,7 +92,7 @@ def row(step, phase="rl", **more):
 
 
 def write_run(path, steps=3, text="", seed=0, finished=True):
-    """A run of so many steps, as `RunFolder` writes it."""
+    """Write a run of that many steps, as `RunFolder` does."""
     folder = RunFolder(path)
     (path / "rollouts").mkdir(parents=True)
     phases = ("warm_start", "rl")
@@ -138,21 +139,21 @@ def write_run(path, steps=3, text="", seed=0, finished=True):
 
 
 def add_step(path, step, text="", phase="rl"):
-    """One more step."""
+    """Add one more step."""
     folder = RunFolder(path)
     folder.write_rollouts(step, step_of(step, text=text))
     folder.write_row(row(step, phase))
 
 
 def rewrite(path, steps):
-    """The metrics as a run that goes on from an earlier step leaves them: written anew, and shorter."""
+    """Rewrite the metrics, shorter, as a run that resumes from an earlier step does."""
     beside = path / "new"
     beside.write_text("".join(json.dumps(row(step) | {"reward/mean": -1.0}) + "\n" for step in range(1, steps + 1)))
     beside.replace(path / METRICS)
 
 
 def long_trajectory(tokens=100_000):
-    """One of so many tokens."""
+    """Return a trajectory of that many tokens."""
     words = ("north ", "south ", "look\n", "é", "wall ")
     text = "".join(words[i % len(words)] for i in range(tokens // 5))
     one = turn("Walk on.", text)

@@ -30,8 +30,8 @@ def worker():
 
 
 def sample(engine_worker, make):
-    """Twelve requests, long and short, siblings among them, two aborted, the weights swapped and the sampler asleep on
-    the way; too few pages for all. make: returns the weights after the sleep."""
+    """Sample twelve requests, long and short, with siblings; abort two, swap the weights and put the sampler to sleep
+    in between; there are too few pages for all. make: returns the weights after the sleep."""
     scheduler, done, requests = Scheduler(engine_worker, 0), {}, []
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 40, n).astype(np.int32) for n in (3, 70, 33, 8)]

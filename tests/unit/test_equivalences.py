@@ -55,7 +55,7 @@ SUMS: dict[str, Any] = {"aggregation": "seq-mean-token-sum"}
 
 
 def with_rewards(*rewards, **layout):
-    """Every group has these rewards."""
+    """Return a function that makes groups with these rewards."""
     return lambda rng: groups_of(rng, num_groups=4, group_size=len(rewards), rewards=[rewards] * 4, **layout)
 
 
@@ -72,7 +72,7 @@ def one_group(rng):
 
 
 def dense(rng):
-    """Rewards in every turn."""
+    """Return groups with rewards in every turn."""
     out = []
     for group in groups_of(rng):
         members = []
@@ -97,7 +97,7 @@ def worthless(e):
 
 
 def alike(e):
-    """All critics say what the first one says."""
+    """Give all critics the values of the first."""
     return dataclasses.replace(e, values=np.broadcast_to(e.values[:1], e.values.shape))
 
 
@@ -205,7 +205,7 @@ TABLE = ON_POLICY | {name: dataclasses.replace(same, moved=True) for name, same 
 
 
 def policy(groups, seed, moved):
-    """Log-probs of every trajectory's tokens."""
+    """Return log-probs of every trajectory's tokens."""
     rng = np.random.default_rng(seed)
     told = [np.concatenate([turn.sampler_logp for turn in t.turns]) for group in groups for t in group]
     return [np.minimum(x + moved * rng.normal(0, 0.3, len(x)), -1e-3).astype(np.float32) for x in told]
@@ -217,7 +217,7 @@ def gradients(algorithm, groups, seed, change, logps, **options):
 
 
 def close(left, right, factor=1.0, rel=1e-6):
-    """Gradients in log-prob, relative to the largest."""
+    """Compare gradients in log-prob, relative to the largest."""
     largest = max(np.abs(g[0]).max() for g in right) * factor
     assert largest > 0
     for a, b in zip(left, right, strict=True):

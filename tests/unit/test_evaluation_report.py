@@ -15,7 +15,7 @@ from rolljax.types import EVAL_STREAM, Fault, Key, Task, Trajectory
 
 
 def attempts_at(env, index, solved):
-    """Attempts at one task; None failed."""
+    """Return attempts at one task; None stands for a failed one."""
     task = Task(env, index, f"task {index}")
     return [
         Trajectory(
@@ -33,7 +33,7 @@ def attempts_at(env, index, solved):
 
 
 def table_of(tasks, cfg):
-    """tasks: (environment, category, what the attempts at it gave)."""
+    """Return a report. tasks: (environment, category, results of the attempts)."""
     scores = [score_task(i, attempts_at(env, i, s), cfg, None, kind) for i, (env, kind, s) in enumerate(tasks)]
     return report("model", scores, cfg, {})
 

@@ -31,7 +31,7 @@ async def answer(passes=3):
 
 
 async def forever(started, cancelled):
-    """Never done; sets `cancelled` when it is given up."""
+    """Wait forever; set `cancelled` when cancelled."""
     started.set()
     try:
         await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from tests.synthetic import trajectory
 
 @pytest.fixture
 def made():
-    """`made(rewards)`: a group of one-turn trajectories of 5 tokens."""
+    """Return `made(rewards)`: a group of one-turn trajectories of 5 tokens."""
     import numpy as np
 
     rng = np.random.default_rng(0)

@@ -60,7 +60,7 @@ INSTEAD = {
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of three steps, as far as readers look."""
+    """Write the files of a run of three steps that readers use."""
     path = make_run(tmp_path / "run")
     entry = {"phase": "start", "step": 0, "mean": 0.5, "n": 2}
     summary = {"stop_reason": "all phases done", "steps": 3, "wall_s": 3.0, "heldout_reward": [entry]}
@@ -168,7 +168,8 @@ def consumed(step, rollouts=""):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A folder with the records of four steps and of an evaluation, and what a checkpoint after them says."""
+    """Write the records of four steps and of an evaluation; return the folder and the state of a checkpoint after
+    them."""
     folder = RunFolder(tmp_path / "run")
     (folder.path / "rollouts").mkdir(parents=True)
     for step in (1, 2, 3, 4):

@@ -266,7 +266,7 @@ def test_the_solver_finds_what_there_is_and_its_expressions_are_right():
 
 
 def reachable(numbers, use_all):
-    """By brute force over orders, as positive whole numbers."""
+    """Return the reachable positive whole numbers, by brute force over orders."""
     found = set()
     if len(numbers) == 1 or not use_all:
         found |= set(numbers)

@@ -47,7 +47,7 @@ def test_synchronous_steps_have_nothing_in_flight_between_them():
 
 
 def flash_trace(late):
-    """ROLL Flash's example: a, b, c, d begin at version 0, e and f at 1; c is the slow one."""
+    """Replay ROLL Flash's example: a, b, c, d begin at version 0, e and f at 1; c is the slow one."""
     buffer = GroupBuffer(Admission(2, num_steps=9, async_ratio=1, late=late))
     assert fill(buffer, 0) == [0, 1, 2, 3]
     buffer.finished(0), buffer.finished(1)
@@ -333,7 +333,7 @@ def test_in_rounds_a_replacement_waits_for_what_begins_again():
 
 
 def in_order(state):
-    """A state with its groups in the order of their draws."""
+    """Return a state with its groups in the order of their prompt indices."""
     return state | {"entries": sorted(state["entries"], key=lambda e: e["prompt_index"])}
 
 
@@ -364,7 +364,7 @@ class Play:
                 assert in_order(self.buffer.state()) == in_order(buffer.state())
 
     def room(self):
-        """How many groups may be in flight and ready together."""
+        """Return the number of groups that may be in flight and ready together."""
         rules = self.admission
         if self.version <= self.taken_at:
             return rules.allowed(0)
@@ -373,7 +373,7 @@ class Play:
         )
 
     def begin(self):
-        """All groups begin that may."""
+        """Start all groups that may start."""
         while (entry := self.buffer.start(self.version)) is not None:
             assert self.domains.setdefault(entry.prompt_index, entry.domain) == entry.domain, (
                 "a draw has changed its domain"
@@ -389,7 +389,7 @@ class Play:
             self.called()
 
     def finish(self):
-        """The group that takes the shortest time ends."""
+        """End the group that takes the shortest time."""
         self.now, _, draw, signal, failed = heapq.heappop(self.running)
         assert any(e.prompt_index == draw and not e.ready for e in self.buffer), "a dropped group is done"
         self.in_flight.remove(draw)
@@ -467,8 +467,8 @@ def test_ten_thousand_random_traces(admission, seed, restores, faults):
 
 
 def check_trace(admission, seed, restores, faults, plan=None):
-    """The bound holds, nothing is lost, nothing is trained twice, every prompt is trained unless it may be dropped:
-    whatever the latencies, failures and restarts."""
+    """Check the staleness bound, that nothing is lost or trained twice, and that every prompt is trained unless it may
+    be dropped, for any latencies, failures and restarts."""
     rng = np.random.default_rng(seed)
 
     def seconds(draw, start):
@@ -504,8 +504,8 @@ def test_many_random_traces_of_domains(admission, weights, others, seed, restore
 
 
 def check_domains(admission, weights, others, seed, restores, faults):
-    """Every step trains its plan's groups of each domain, whichever were late, failed, replaced or restarted; and all
-    rules without domains hold as well."""
+    """Check that every step trains its plan's groups of each domain, whichever were late, failed, replaced or
+    restarted, and all rules without domains."""
     size = min(len(weights), len(others))
     one, two = (normalised({str(i): w + 1e-6 for i, w in enumerate(each[:size])}) for each in (weights, others))
     shares = lambda step: one if step % 5 < 3 else two  # noqa: E731

@@ -72,7 +72,7 @@ def cpu_s(read, text, times):
 
 
 def growth(read, make, size):
-    """How often as long twice the text takes; 1 where both are read at once."""
+    """Return the ratio of times for a text of twice the length; 1 if both are read at once."""
     ratio = 1.0
     for chars in (size, 2 * size, 4 * size):
         once = cpu_s(read, make(chars), 1)
@@ -149,7 +149,8 @@ def sources():
 
 
 def uses(path):
-    """(written pattern, flags, names it is kept under, whether it is searched for) of every use of `re` in a file."""
+    """Yield (written pattern, flags, names it is bound to, whether it is searched for) of every use of `re` in a
+    file."""
     text = path.read_text()
     if not re.search(r"\bre\.", text):
         return
@@ -265,7 +266,7 @@ SCHEMA = {
 
 
 def refused(*errors):
-    """Calls with the errors that a reader may answer with."""
+    """Return a wrapper that ignores the errors with which a reader may answer."""
 
     def make(read):
         def call(text):
@@ -288,7 +289,7 @@ def needs_no_file(name):
 
 
 def stepped(ref):
-    """An environment that is played once more for every text."""
+    """Return a function that plays an environment once for every text."""
     spec = make_spec(ref)
     task = spec.task(0)
 

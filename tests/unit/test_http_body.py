@@ -17,7 +17,7 @@ from rolljax.serving import schema
 
 
 def unpacked(data, encoding="gzip", max_bytes=1 << 20, cuts=()):
-    """What a body unpacks to that arrives in pieces."""
+    """Unpack a body that arrives in pieces."""
     unpacker, found = Unpacker(encoding, max_bytes), []
     for start, end in zip((0, *cuts), (*cuts, len(data)), strict=True):
         found += unpacker.feed(data[start:end])

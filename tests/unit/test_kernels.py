@@ -58,7 +58,8 @@ def engine(kind, mesh):
 
 
 def run(kind, mesh, params):
-    """Two prompts in chunks (one ends in padding), into slots 0 and 2, decoded greedily: everything the engine says."""
+    """Run two prompts in chunks (one ends in padding), into slots 0 and 2, decoded greedily; return all outputs of the
+    engine."""
     rng = np.random.default_rng(0)
     eng = engine(kind, mesh)
     state = eng.init_decode_state()

@@ -20,7 +20,7 @@ WAIT_S = 60
 
 @pytest.fixture(autouse=True)
 def exits(monkeypatch):
-    """The exit codes that processes would have ended with at once."""
+    """Record the exit codes with which processes would have ended at once."""
     codes = []
     monkeypatch.setattr(lockstep, "_exit", codes.append)
     monkeypatch.setattr(lockstep, "GRACE_S", 1e6)
@@ -30,7 +30,7 @@ def exits(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """A leader and two followers of it, and the followers' connections."""
+    """Return a leader and two followers, and the followers' connections."""
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
         made = []
         joining = threading.Thread(target=lambda: made.append(Leader(lockstep.accept(listener, 2))))
@@ -47,7 +47,7 @@ def pair():
 
 
 def shut(connection):
-    """What the end of a process does to its connections."""
+    """Shut down a connection as the end of a process does."""
     with socket.socket(fileno=os.dup(connection.fileno())) as s:
         s.shutdown(socket.SHUT_RDWR)
 
@@ -70,7 +70,7 @@ class Counter:
 
 
 def served(follower, counter, check=lambda text: None):
-    """A thread that does what the leader calls, and the errors it ends with."""
+    """Start a thread that executes the leader's calls; return it and the errors it ends with."""
     follower.share("counter", counter, ["add"])
     errors = []
 

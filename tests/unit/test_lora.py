@@ -45,7 +45,7 @@ def model_of(name="qwen3", dtype="float32", **lora):
 
 
 def noisy(adapters, seed=5, std=0.1):
-    """Adapters in the middle of a training: B is not 0 any more."""
+    """Return adapters in the middle of a training, with a B that is not 0."""
     leaves, tree = jax.tree.flatten(adapters)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten([x + std * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
@@ -53,7 +53,7 @@ def noisy(adapters, seed=5, std=0.1):
 
 @functools.cache
 def weights(name="qwen3"):
-    """A plain decoder's, on the host."""
+    """Return a plain decoder's weights on the host."""
     return jax.device_get(jax.jit(lambda: Model(FAMILIES[name]).init(0))())
 
 
@@ -69,7 +69,7 @@ def logits_of(model, params):
 
 
 def explicit(params, adapters, factor=ALPHA / RANK):
-    """The decoder with `W + A B factor` in place of W, with NumPy's names for things."""
+    """Return the decoder with `W + A B factor` in place of W, computed independently."""
     layers = dict(params["layers"])
     for name in {key[:-2] for key in adapters["layers"]}:
         a, b = adapters["layers"][f"{name}_a"], adapters["layers"][f"{name}_b"]

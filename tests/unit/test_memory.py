@@ -82,7 +82,7 @@ def test_an_update_writes_new_moments_over_the_old_ones(num_micro, most):
 
 
 def resolved(**settings):
-    """A recipe of a phase of GRPO over one device."""
+    """Return a recipe of a phase of GRPO over one device."""
     sampler = SamplerConfig(**{"slots": 8, "max_context": 128, "prefill_chunk": 64, **settings})
     phase = Phase(name="rl", algorithm=Grpo(), steps=1, prompts_per_step=2, group_size=4, row_len=128)
     recipe = Recipe(model=SHAPE, env=Countdown(), max_answer_tok=32, sampler=sampler, phases=[phase])

@@ -32,7 +32,7 @@ def cases(draw, size=3.0):
 
 
 def pooled(values, mask, turns, level):
-    """The level, token by token and the slow way."""
+    """Pool values by level, token by token and the slow way."""
     out = np.zeros(mask.shape)
     for n, t in zip(*np.nonzero(mask), strict=True):
         if level == "token":

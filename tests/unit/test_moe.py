@@ -37,7 +37,7 @@ ROUTING = moe.Routing(E, K, normalise=True, aux_coef=0.01)
 
 @pytest.fixture(scope="module")
 def inputs():
-    """Tokens, the weights of their choices, experts."""
+    """Return tokens, the weights of their choices, and experts."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     experts = (normal(*shape) / shape[1] ** 0.5 for shape in ((E, D, F), (E, D, F), (E, F, D)))
@@ -53,14 +53,14 @@ def choices(kind):
 
 
 def dense(x, weights, experts, chosen):
-    """All experts on all tokens, in order."""
+    """Apply all experts to all tokens, in order."""
     h = jax.nn.silu(jnp.einsum("nd,edf->enf", x, experts.gate)) * jnp.einsum("nd,edf->enf", x, experts.up)
     every = jnp.einsum("enf,efd->end", h, experts.down)
     return sum(every[chosen[:, j], jnp.arange(len(x))] * weights[:, j, None] for j in range(chosen.shape[1]))
 
 
 def scalar(fn):
-    """A number whose gradient looks at every output."""
+    """Return a function to a number whose gradient depends on every output."""
     target = np.random.default_rng(2).normal(size=(N, D))
     return lambda *args: jnp.sum(jnp.sin(fn(*args)) * target)
 
@@ -165,7 +165,7 @@ MESHES = {
 
 
 def trajectory(rng, sibling, turns):
-    """`turns`: tokens seen, tokens said, and whether it is known which experts those took."""
+    """Return a trajectory. turns: observed tokens, sampled tokens, and whether their experts are known."""
     made = []
     for seen, said, known in turns:
         experts = rng.integers(0, E, (said, 2, K)).astype(np.int8) if known else None
@@ -180,7 +180,7 @@ UNKNOWN = np.full((2, K), -1, np.int8)
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two micro-batches of uneven rows; some of their choices are given."""
+    """Return two micro-batches of uneven rows, with some of their experts given."""
     rng = np.random.default_rng(0)
     lots = [[(5, 9, True)], [(3, 6, False), (4, 3, True)], [(9, 14, True)], [(2, 20, False)]]
     groups = [[Sample.of(trajectory(rng, 0, turns), UNKNOWN)] for turns in lots * 3]
@@ -257,7 +257,7 @@ def test_choices_stand_at_their_tokens(batch):
 
 
 def load(chosen, probs, counted):
-    """Of two layers that do the same."""
+    """Return the metrics of two layers that do the same."""
     mixture = moe.ExpertRouting(*(jnp.stack([jnp.asarray(a)] * 2) for a in (chosen, probs)))
     return moe.Load.of(mixture, jnp.asarray(counted)).metrics(ROUTING)
 

@@ -26,7 +26,7 @@ def row(*values, dtype=jnp.float32):
 
 
 def coefficients(loss, logp):
-    """Of `loss(logp)`, which has one entry per token."""
+    """Return the coefficients of `loss(logp)`, which has one entry per token."""
     return -jax.grad(lambda x: loss(x).sum())(logp)
 
 
@@ -143,7 +143,7 @@ IPA_RETURNS = jnp.repeat(row(0.9025, 0.95, 1.0), np.array(IPA_LENGTHS), axis=1)
 
 
 def ipa_chunks(delta):
-    """The chunk's ratio at each of the six tokens, in a row where other tokens stand between the chunks."""
+    """Return the chunk's ratio at each of the six tokens, in a row with other tokens between the chunks."""
     places = np.array([0, 1, 3, 4, 5, 7])
     ids = jnp.zeros((1, T), jnp.int32).at[:, places].set(IPA_CHUNKS)
     logp = jnp.full((1, T), 9.0).at[:, places].set(delta)
@@ -349,7 +349,7 @@ def test_nothing_flows_through_the_ratio_of_weighted_log_probs(name):
 
 
 def loop_coefficient(name, a, d):
-    """The table's columns as formulas, float64."""
+    """Compute the table's columns as formulas, float64."""
     r = math.exp(d)
     outside = (a > 0 and r > 1.1) or (a < 0 and r < 0.9)
     return {
@@ -387,7 +387,7 @@ def test_policy_gradients_are_finite_and_those_of_the_formulas(delta, anchor, ad
 
 
 def largest_logit_after_stale_training(name, steps=300, lag=32, rows=64, rate=4.0):
-    """A tabular policy of three symbols out of eight, +1 for the one right string and -1 for all others."""
+    """Train a tabular policy of three symbols out of eight, +1 for the one right string and -1 for all others."""
 
     def loss(logits, behaviour, symbols):
         def logp(x):
@@ -427,7 +427,7 @@ def test_kl_oracle(kind, want):
 
 @jax.jit
 def all_kinds(logp, ref):
-    """By kind: value, gradient with respect to the policy, gradient with respect to the reference."""
+    """Return value, gradient for the policy, and gradient for the reference, by kind."""
     grad = {k: jax.grad(lambda x, r, k=k: o.kl(x, r, k).sum(), argnums=(0, 1))(logp, ref) for k in KINDS}
     return {k: (o.kl(logp, ref, k), *grad[k]) for k in KINDS}
 

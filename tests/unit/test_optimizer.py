@@ -42,7 +42,7 @@ KINDS = ("attn_norm", "q", "o", "gate")
 
 
 def some(tree):
-    """A parameter of every kind; programs for all of them would take longer to compile."""
+    """Select a parameter of every kind; programs for all of them would take longer to compile."""
     return {n: tree[n] for n in ("embed", "norm")} | {"layers": {n: tree["layers"][n] for n in KINDS}}
 
 
@@ -61,7 +61,7 @@ def start(whole):
 
 @pytest.fixture(scope="module")
 def grads(start):
-    """Two gradients, of another size in every parameter."""
+    """Return two gradients of different sizes in every parameter."""
     rng = np.random.default_rng(0)
     like = lambda x: (rng.normal(size=x.shape) * 10 ** rng.uniform(-3, 0)).astype(np.float32)  # noqa: E731
     return [jax.tree.map(like, start) for _ in range(2)]
@@ -69,7 +69,7 @@ def grads(start):
 
 @pytest.fixture(scope="module")
 def plain(start, grads):
-    """What each optimizer makes of the two gradients, by its name."""
+    """Apply each optimizer to the two gradients; return the results by name."""
     return {name: run(built(optimizer), start, grads) for name, optimizer in OPTIMIZERS.items()}
 
 
@@ -79,7 +79,7 @@ def name_of(optimizer):
 
 @functools.cache
 def programs(tx):
-    """Jitted: the state at the start, and an update of parameters and state."""
+    """Jit the initial state, and an update of parameters and state."""
 
     def one(params, state, grad, **more):
         updates, state = tx.update(grad, state, params, **more)
@@ -94,7 +94,7 @@ def built(optimizer):
 
 
 def run(tx, params, grads, **more):
-    """Parameters and state after an update with each of `grads`."""
+    """Return parameters and state after an update with each of `grads`."""
     init, one = programs(tx)
     state = init(params)
     for grad in grads:
@@ -197,7 +197,7 @@ def test_adamw_is_bitwise_optax(start, grads):
 
 @pytest.fixture(scope="module")
 def loss_fn(whole):
-    """Cross-entropy of fixed rows as a function of some of the model's parameters, and its gradient."""
+    """Return the cross-entropy of fixed rows as a function of some of the model's parameters, and its gradient."""
     tokens = jax.random.randint(jax.random.key(2), (4, 16), 0, 264)
     ones = jnp.ones_like(tokens)
 
@@ -258,7 +258,7 @@ MUON = Muon(lr=1e-2, adam_lr=1e-3, weight_decay=0.1, clip_norm=1e6)
 
 
 def flat(params):
-    """Every layer's matrices as plain 2-D ones."""
+    """Return every layer's matrices as plain 2-D ones."""
     found = {}
     for name in MATRICES.keys() & params["layers"].keys():
         for i, x in enumerate(params["layers"][name]):
@@ -345,7 +345,7 @@ def placed(mesh):
 
 
 def run_on(mesh, placed, optimizer, params, grads):
-    """`run`, with everything where it belongs."""
+    """Call `run` with parameters and state in their shardings."""
     tx = optimizer.build(4)
     state_sh = optimizer.host_shardings(opt_state_shardings(mesh, tx, ABSTRACT, placed))
 
@@ -397,7 +397,7 @@ def test_critics_in_host_memory(mesh, placed, start, grads):
 
 
 def specs(optimizer, mesh, placed):
-    """Path of every leaf of the state -> its sharding."""
+    """Return the sharding of every leaf of the state, by path."""
     found = opt_state_shardings(mesh, optimizer.build(4), ABSTRACT, placed)
     return {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(found)}
 

@@ -73,7 +73,7 @@ def names_of(requirements):
 
 
 def imported():
-    """Packages that are not Python's or ours, by the files that import them."""
+    """Return the third-party packages, by the files that import them."""
     found: dict[str, set[str]] = {}
     for path in ROOT.rglob("*.py"):
         if "terminal_tasks" in path.parts:

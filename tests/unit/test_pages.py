@@ -29,7 +29,7 @@ def put(cache, tokens):
 
 
 def allowed(rule, sequences, tokens, limit):
-    """Tokens that may be reused, by looking at everything that was ever put in."""
+    """Return the number of reusable tokens, by comparing with every sequence ever inserted."""
     best = 0
     for other in sequences:
         n = 0

@@ -39,7 +39,7 @@ def groups():
 
 
 def moved(e, groups):
-    """Log-probs of a policy that has moved on, `[T]` float32 of each trajectory."""
+    """Return log-probs of a policy that has changed since sampling, `[T]` float32 of each trajectory."""
     rng = np.random.default_rng(8)
     lengths = [t.num_sampled_tok for g in groups for t in g]
     near = np.minimum(e.sampler_logp + rng.normal(0, 0.3, e.mask.shape), -1e-3).astype(np.float32)
@@ -115,7 +115,8 @@ def test_the_policy_learns_from_the_second_credit(model, params, groups):
 
 
 def baselines_gae(last_rewards, values, mask, gamma=1.0, lam=0.95):
-    """baselines/ppo2/runner.py, advantage_and_returns; `last_rewards` holds an answer's reward on all of its tokens."""
+    """Compute advantage_and_returns of baselines/ppo2/runner.py; `last_rewards` holds an answer's reward on all of its
+    tokens."""
     out = np.zeros(mask.shape)
     for n, length in enumerate(mask.sum(1)):
         algorithm_state = 0.0
@@ -217,9 +218,11 @@ def test_ppo_is_that_of_baselines(groups):
 
 
 def dpo_slopes(e, logps, beta, masks):
-    """Github.com/eric-mitchell/direct-preference-optimization, trainers.py, preference loss: minus log sigmoid of beta
-    times the policy's log-ratio less the reference's, averaged over pairs. Best and worst of every group; `masks`: the
-    tokens that are summed."""
+    """Compute the preference loss of github.com/eric-mitchell/direct-preference-optimization, trainers.py: minus log
+    sigmoid of beta times the policy's log-ratio less the reference's, averaged over pairs.
+
+    Pairs are the best and worst of every group; `masks`: the tokens that are summed.
+    """
     slopes = [np.zeros(len(x)) for x in logps]
     groups = np.unique(e.groups)
     for g in groups:
@@ -251,7 +254,7 @@ def told(algorithm, groups):
 
 
 def masks_of(e, signs, min_len=1):
-    """Tokens of segments whose mean implicit reward (arXiv 2305.18290, equation 5, beta 0.1) has the sign."""
+    """Mark the tokens of segments whose mean implicit reward (arXiv 2305.18290, equation 5, beta 0.1) has the sign."""
     return agreement_mask(0.1 * (e.scorer_logp - e.teacher_logp[0]), e.mask, signs, min_len=min_len)
 
 

@@ -25,7 +25,8 @@ BINARY = [[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
 
 @pytest.fixture(params=range(3))
 def step(request):
-    """Groups of one turn, the log-probs of a policy that has moved on, and a way to get our gradients."""
+    """Return groups of one turn, the log-probs of a policy that has changed since sampling, and a function for our
+    gradients."""
     rng = np.random.default_rng(request.param)
     groups = groups_of(rng, max_turns=1, rewards=BINARY)
     every = [t for group in groups for t in group]
@@ -40,15 +41,15 @@ def step(request):
 
 
 def outcome_advantages(scores):
-    """verl, verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage: mean and unbiased deviation of the group,
-    epsilon 1e-6."""
+    """Compute verl's compute_grpo_outcome_advantage (verl/trainer/ppo/core_algos.py): mean and unbiased deviation of
+    the group, epsilon 1e-6."""
     mean, std = scores.mean(1, keepdims=True), scores.std(1, ddof=1, keepdims=True)
     return ((scores - mean) / (std + 1e-6)).reshape(-1)
 
 
 def clipped_slope(advantage, ratio, low=0.2, high=0.2):
-    """d/dlogp of min(ratio A, clip(ratio) A): the ratio times A where it is not clipped away (PPO, arXiv 1707.06347,
-    equation 7)."""
+    """Compute d/dlogp of min(ratio A, clip(ratio) A): the ratio times A where it is not clipped away (PPO, arXiv
+    1707.06347, equation 7)."""
     clipped = np.clip(ratio, 1 - low, 1 + high)
     return np.where(ratio * advantage <= clipped * advantage, ratio * advantage, 0.0)
 

@@ -41,12 +41,12 @@ NEW = np.where(MASK, OLD + RNG.normal(0, 0.3, MASK.shape), 0.0)
 
 
 def batch_of(rewards=REWARDS):
-    """One turn per answer."""
+    """Return episodes of one turn per answer."""
     return toys.one_turn_episodes(rewards, INDEX, MASK, OLD, limit_tok=LIMIT)
 
 
 def ours(algorithm, e, logp=NEW):
-    """Loss and gradient `[N, T]` with respect to the log-probs."""
+    """Return loss and gradient `[N, T]` with respect to the log-probs."""
     zeros = np.zeros(e.mask.shape, np.int64)
     batch = toys.pack(algorithm, toys.Played(e, zeros, zeros, zeros), algorithm.credit(e, {}))
 
@@ -60,14 +60,14 @@ def ours(algorithm, e, logp=NEW):
 
 
 def twin(result):
-    """The same of a `reference.Result`."""
+    """Return loss and gradient of a `reference.Result`."""
     grad = np.zeros(MASK.shape)
     grad[MASK] = [g for row in result.grad for g in row]
     return result.loss, grad
 
 
 def told(rewards=REWARDS, logp=NEW):
-    """The batch in the words of the reference."""
+    """Convert the batch to the reference's format."""
     parts = [(logp[n, :k].tolist(), OLD[n, :k].tolist()) for n, k in enumerate(LENGTHS)]
     return [
         {"group": int(g), "reward": float(r), "turns": [{"logp": new, "sampler_logp": old}]}
@@ -76,7 +76,7 @@ def told(rewards=REWARDS, logp=NEW):
 
 
 def by_differences(loss, logp=NEW, step=1e-6):
-    """A loss and its gradient."""
+    """Return a loss and its gradient by central differences."""
     grad = np.zeros(logp.shape)
     for at in zip(*np.nonzero(MASK), strict=True):
         moved = np.zeros(logp.shape)
@@ -95,7 +95,7 @@ def group_mean(values, index=INDEX):
 
 
 def clipped(ratio, advantages, low, high):
-    """PPO's, to be minimised: `-min(r A, clip(r) A)`."""
+    """Compute PPO's loss `-min(r A, clip(r) A)`."""
     return -np.minimum(ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
 
 
@@ -103,10 +103,12 @@ def clipped(ratio, advantages, low, high):
 
 
 def rloo_advantages(rewards, index=INDEX):
-    """arXiv 2402.14740, section 2.3.
-    github.com/volcengine/verl, verl/trainer/ppo/core_algos.py, `compute_rloo_outcome_advantage`: n/(n-1) of the
-    reward less the group's mean. github.com/huggingface/trl, trl/trainer/rloo_trainer.py, and
-    github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py: less the mean of the others."""
+    """Compute the advantages of arXiv 2402.14740, section 2.3.
+
+    github.com/volcengine/verl, verl/trainer/ppo/core_algos.py, `compute_rloo_outcome_advantage`: n/(n-1) of the reward
+    less the group's mean. github.com/huggingface/trl, trl/trainer/rloo_trainer.py, and github.com/OpenRLHF/OpenRLHF,
+    openrlhf/trainer/ppo_utils/experience_maker.py: less the mean of the others.
+    """
     n = np.array([(index == i).sum() for i in index])
     scaled = n / (n - 1) * (rewards - group_mean(rewards, index))
     others = (group_mean(rewards, index) * n - rewards) / (n - 1)
@@ -152,7 +154,7 @@ def test_dr_grpo_is_rloo_but_for_a_constant():
 
 
 def gspo_loss(logp, low, high):
-    """arXiv 2507.18071, equations 5 to 7; verl's `compute_policy_loss_gspo` has the same gradient."""
+    """Compute equations 5 to 7 of arXiv 2507.18071; verl's `compute_policy_loss_gspo` has the same gradient."""
     std = np.array([REWARDS[i == INDEX].std(ddof=1) for i in INDEX])
     advantages = (REWARDS - group_mean(REWARDS)) / (std + 1e-6)
     ratio = np.exp(((logp - OLD) * MASK).sum(1) / LENGTHS)
@@ -190,8 +192,11 @@ def test_dapos_soft_penalty_at_the_papers_lengths():
 
 
 def dapo_loss(logp, cache):
-    """arXiv 2503.14476, equations 8 to 13: rewards with the penalty; groups whose answers are all right or all wrong
-    taken out; ratios clipped at .2 below and .28 above; mean over the tokens of all answers that are left."""
+    """Compute equations 8 to 13 of arXiv 2503.14476.
+
+    Rewards have the penalty; groups whose answers are all right or all wrong are removed; ratios are clipped at .2
+    below and .28 above; the loss is the mean over the tokens of all remaining answers.
+    """
     rewards = REWARDS + np.minimum(-(LENGTHS - (LIMIT - cache)) / cache, 0)
     std = np.array([rewards[i == INDEX].std(ddof=1) for i in INDEX])
     advantages = ((rewards - group_mean(rewards)) / (std + 1e-6))[:, None]
@@ -217,7 +222,7 @@ TURN_REWARDS = np.array([[0, 0, 1], [0, 0.5, 0], [0, 0, 0], [0, 0, 0.0]])
 
 
 def gigpo_batch():
-    """One token for a turn."""
+    """Return episodes with one token per turn."""
     mask = np.arange(3) < TURNS[:, None]
     return dataclasses.replace(
         batch_of(),
@@ -239,9 +244,12 @@ def gigpo_batch():
 
 
 def gigpo_advantages(divide, gamma=0.95, weight=1.0):
-    """arXiv 2505.10978, equations 3 to 8; github.com/langfengQ/verl-agent, gigpo/core_gigpo.py: `episode_norm_reward`
-    (over trajectories: compute_mean_std_cross_steps False), `build_step_group` by equal observations of one group,
-    `step_norm_reward` (a state met once: 0), `compute_step_discounted_returns`; torch's unbiased deviation, 1e-6."""
+    """Compute equations 3 to 8 of arXiv 2505.10978 as github.com/langfengQ/verl-agent, gigpo/core_gigpo.py.
+
+    `episode_norm_reward` (over trajectories: compute_mean_std_cross_steps False), `build_step_group` by equal
+    observations of one group, `step_norm_reward` (a state met once: 0), `compute_step_discounted_returns`; torch's
+    unbiased deviation, 1e-6.
+    """
 
     def normed(values):
         return (values - values.mean()) / ((values.std(ddof=1) + 1e-6) if divide else 1.0)

@@ -29,7 +29,7 @@ GAMMA, LIMIT = 0.95, 5.0
 
 
 def runs(sampled):
-    """First and last token of every run of ones."""
+    """Return the first and last token of every run of ones."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sampled.astype(int), [0]])))
     return list(zip(edges[::2], edges[1::2] - 1, strict=True))
 
@@ -50,7 +50,7 @@ def run_means(values, sampled):
 
 
 def episodes_of_runs(rng, outcomes):
-    """One trajectory per outcome: turns of 1 to 4 tokens with an observation of 1 to 3 before each."""
+    """Return one trajectory per outcome: turns of 1 to 4 tokens with an observation of 1 to 3 before each."""
     trajectories = []
     for n, outcome in enumerate(outcomes):
         turns = []

@@ -44,7 +44,7 @@ SAID = ((4, 2, 3), (1, 5, 2), (3, 3, 1), (2, 4, 6))
 
 
 def three_turns(rewards=((0, 0, 1), (0, 0.5, -0.1), (0.2, 0, 0), (0, 0, 0))):
-    """One group of four episodes of three turns, with rewards by turn."""
+    """Return one group of four episodes of three turns, with rewards by turn."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 99, 5)
     made = []
@@ -65,7 +65,7 @@ def moved(groups, scale=0.3):
 
 
 def slopes(algorithm, groups, logps, seed=0):
-    """d loss / d logp of every trajectory, and the loss."""
+    """Return d loss / d logp of every trajectory, and the loss."""
     e = episodes_of(np.random.default_rng(seed), groups, algorithm.needs())
     loss, grads = trained(algorithm, groups, e, logps)
     return loss, [g[0] for g in grads], e
@@ -83,7 +83,7 @@ def ratios(groups, logps):
 
 
 def clipped_slope(ratio, advantage, low=0.2, high=0.2):
-    """d/d logp of `-min(r A, clip(r) A)`."""
+    """Compute d/d logp of `-min(r A, clip(r) A)`."""
     cut = np.where(advantage > 0, ratio > 1 + high, ratio < 1 - low)
     return np.where(cut, 0.0, -ratio * advantage)
 
@@ -132,7 +132,7 @@ def test_gradients_of_the_estimators_as_losses():
     q = jax.nn.log_softmax(ref)
 
     def drawn(kind):
-        """E over tokens of the gradient of that token's loss."""
+        """Return the expectation over tokens of the gradient of that token's loss."""
         slope = jax.vmap(lambda v: jax.grad(lambda z: objectives.kl(jax.nn.log_softmax(z), q, kind)[v])(z))
         return jax.nn.softmax(z) @ slope(jnp.arange(7))
 
@@ -160,10 +160,12 @@ def test_estimators_without_a_useful_gradient_are_refused_as_losses(kind):
 
 
 def gem(groups, logps, gamma, ignore_cut=False):
-    """github.com/axon-rl/gem, examples/train_oat/train_oat.py (prepare_trajectories, compute_monte_carlo_advantages,
-    Learner._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step): every turn is a sample; its return
-    is normalised over all turns (population, 1e-9); PPO's clip of .2; a masked sum over generate_max_length; a turn that
-    was cut is multiplied by 0 only with ignore_no_eos; the mean over all turns."""
+    """Compute the loss of github.com/axon-rl/gem, examples/train_oat/train_oat.py (prepare_trajectories,
+    compute_monte_carlo_advantages, Learner._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step).
+
+    Every turn is a sample; its return is normalised over all turns (population, 1e-9); PPO's clip of .2; a masked sum
+    over generate_max_length; a turn that was cut is multiplied by 0 only with ignore_no_eos; the mean over all turns.
+    """
     returns, cut = [], []
     for t in groups[0]:
         tail, own = 0.0, []
@@ -216,9 +218,12 @@ def test_rebn_leaves_out_a_cut_turn_only_if_asked_and_never_its_episode():
 
 
 def openrlhf(groups, e, beta, baseline=False):
-    """github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: the
-    reward (less its group's mean for reinforce_baseline) on the last token, -beta (logp - ref_logp) on every token,
-    summed to the end; then less the mean over all tokens, times 1/sqrt(population variance)."""
+    """Compute compute_advantages_and_returns of github.com/OpenRLHF/OpenRLHF,
+    openrlhf/trainer/ppo_utils/experience_maker.py.
+
+    The reward (less its group's mean for reinforce_baseline) is on the last token, -beta (logp - ref_logp) on every
+    token, summed to the end; then less the mean over all tokens, times 1/sqrt(population variance).
+    """
     rows = []
     scores = e.rewards - (e.rewards.mean() if baseline else 0.0)
     for n, length in enumerate(e.lengths):

@@ -80,7 +80,7 @@ class OneAnswerEnv(Env):
 
 @functools.cache
 def token(letter):
-    """Its id to the byte tokenizer."""
+    """Return the byte tokenizer's id of a letter."""
     return byte_tokenizer().convert_tokens_to_ids(letter)
 
 
@@ -174,7 +174,7 @@ class Run:
         return Rollouts(self.pool, self.preflight.chat, policy, 1, 1000, LIMIT, self.recipe.rollout)
 
     async def train_step(self, rollouts):
-        """As `loop.train_step` does it; whoever was sampled by an older policy is older."""
+        """Train a step as `loop.train_step` does; groups sampled by an older policy are older."""
         version = self.policy.version = self.progress.version
         rollouts.start(version)
         groups = await rollouts.take(version)
@@ -263,7 +263,7 @@ class Run:
             assert not {*line.prompt_indices} & {*map(int, line.waiting)}
 
     def write_log(self, folder):
-        """What a run writes of its steps; returns the log that it can be replayed from."""
+        """Write a run's files of its steps; return the log for a replay."""
         folder = RunFolder(folder)
         (folder.path / "rollouts").mkdir(parents=True)
         lines = []
@@ -275,7 +275,7 @@ class Run:
         return RunLog(folder, lines)
 
     def check_tasks(self):
-        """Every draw is the task at that place of the stream."""
+        """Check that every prompt index has the task at that place of the stream."""
         stream = TaskStream(self.recipe.env, 0, 0.1)
         tasks = [next(stream) for _ in range(max(self.prompt_indices) + 1)]
         assert all(g.task == tasks[g.prompt_index] for g in self.trained)
@@ -482,11 +482,11 @@ def test_a_hanging_group_names_its_step(chat):
 
 
 async def at_once(run, rollouts):
-    """No group of the next step has started."""
+    """Return before a group of the next step has started."""
 
 
 async def begun(run, rollouts):
-    """The groups of the next step are under way; some of them are done."""
+    """Start the groups of the next step and finish some of them."""
     run.policy.version = run.progress.version
     rollouts.start(run.progress.version)
     await run.policy.clock.sleep(25)

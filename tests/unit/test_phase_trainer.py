@@ -104,13 +104,13 @@ def read(model, params, references, groups, **settings):
 
 @pytest.fixture(scope="module")
 def asked(model, params, references, groups):
-    """The state, and the episodes with everything, read in one lot."""
+    """Return the state, and the episodes with all model outputs, computed in one batch."""
     return read(model, params, references, groups)
 
 
 @functools.cache
 def forward(model):
-    """Hidden states `[N, T, D]` and logits `[N, T, V]` of sequences, each in a row of its own."""
+    """Return a function to the hidden states `[N, T, D]` and logits `[N, T, V]` of sequences, each in its own row."""
 
     @jax.jit
     def both(params, tokens_NT):
@@ -123,8 +123,8 @@ def forward(model):
 
 
 def by_themselves(model, params, groups):
-    """For every trajectory, alone in its row: its sampled tokens `[n]`, and hidden states `[n, D]` and logits `[n, V]`
-    just before them."""
+    """Yield for every trajectory, alone in its row, its sampled tokens `[n]`, and the hidden states `[n, D]` and logits
+    `[n, V]` just before them."""
     streams = [t.stream() for group in groups for t in group]
     rows = np.zeros((len(streams), ROW_LEN), np.int32)
     for row, (tokens, _, _) in zip(rows, streams, strict=True):
@@ -136,7 +136,7 @@ def by_themselves(model, params, groups):
 
 
 def distributions(model, params, groups):
-    """For every trajectory its sampled tokens `[n]`, and the log-probs of all that could have been `[n, V]`."""
+    """Yield for every trajectory its sampled tokens `[n]`, and the log-probs of all possible ones `[n, V]`."""
     for tokens, _, logits in by_themselves(model, params, groups):
         scores = logits / TEMPERATURE
         yield tokens, scores - np.log(np.exp(scores).sum(-1, keepdims=True))
@@ -438,7 +438,7 @@ def test_critics_learn_first_and_start_from_the_mean_return(model, params, group
 
 
 def learnable_pairs(rng, num_pairs=16):
-    """The token before the closing one tells which answer is better."""
+    """Return pairs in which the token before the closing one tells which answer is better."""
     groups = []
     for g in range(num_pairs):
         prompt = rng.integers(0, VOCAB, 3)
@@ -454,7 +454,7 @@ def learnable_pairs(rng, num_pairs=16):
 
 @pytest.fixture(scope="module")
 def reward_model(model, params):
-    """A phase that trains a reward model: accuracies on pairs never seen before, the states before and after."""
+    """Train a reward model for a phase; return accuracies on new pairs, and the states before and after."""
     rng = np.random.default_rng(0)
     algorithm = PairRewardModel(critic=Critic(num=2, optimizer=AdamW(lr=3e-3)))
     found = make_trainer(model, algorithm, groups_per_step=16, steps=40)
@@ -500,7 +500,8 @@ def test_the_next_phase_takes_the_critics_over(model, params, groups, reward_mod
 
 
 def of_kind(kind):
-    """An algorithm whose state has no critics, ones like the policy, of another shape, or those of the phase before."""
+    """Return an algorithm whose state has no critics, ones like the policy, of another shape, or those of the previous
+    phase."""
     if kind == "plain":
         return Grpo()
     settings = {

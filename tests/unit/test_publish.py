@@ -34,7 +34,7 @@ def model(request):
 
 
 def weights(model, mesh, seed):
-    """On the host, and where the trainer has them."""
+    """Return weights on the host and in the trainer's shardings."""
     params = jax.device_get(jax.jit(lambda: model.init(seed))())
     return params, jax.device_put(params, param_shardings(mesh, model.axes(), model.abstract()))
 

@@ -18,7 +18,7 @@ def near(x, digits=6):
 
 
 def episode(reward=0.0, lengths=(1,), group=0, **names):
-    """An episode of zeros; `names` are lists over the tokens of all turns, or lists of such lists."""
+    """Return an episode of zeros; `names` are lists over the tokens of all turns, or lists of such lists."""
     total = sum(lengths)
     names = {"logp": [0.0] * total, "sampler_logp": [0.0] * total, **names}
     turns, start = [], 0
@@ -642,7 +642,8 @@ def test_distillation_gradients(kind, top):
 
 
 def random_episodes(seed=0):
-    """Two groups of three and two episodes, each of one to three turns; everything an algorithm may read."""
+    """Return two groups of three and two episodes, each of one to three turns, with every field that an algorithm may
+    read."""
     rng = random.Random(seed)
     episodes = []
     for group, rewards in enumerate([[1.0, -1.0, 0.5], [-1.0, 1.0]]):

@@ -65,7 +65,7 @@ sys.path.remove(str(CONFIGS.parent / "docs"))
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """`build(algorithm, turns=1, before=(), **phase)`: a recipe with two updates per step and groups of four."""
+    """Return `build(algorithm, turns=1, before=(), **phase)`: a recipe with two updates per step and groups of four."""
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
     lines = [json.dumps({"prompt": f"{n} and {n}?", "answer": str(2 * n)}) for n in range(20)]
     path.write_text("\n".join(lines))
@@ -695,7 +695,7 @@ def test_refused_from_a_file(name, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def quickstart():
-    """The source of the quickstart's settings, which takes more of them."""
+    """Return the source of the quickstart's settings, to which tests add more."""
     source = Bindings(Recipe)
     source.read_file(QUICKSTART, (0,))
     return source

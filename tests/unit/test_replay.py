@@ -48,7 +48,7 @@ def group(draw, chance, **changes):
 
 
 def bits(value):
-    """Everything that a value is made of; arrays by dtype and bytes."""
+    """Return everything that a value consists of; arrays as dtype and bytes."""
     if dataclasses.is_dataclass(value):
         return {f.name: bits(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
@@ -61,7 +61,7 @@ def bits(value):
 
 
 def written(folder, step, groups):
-    """What a run writes of a step; returns the line of its log."""
+    """Write a run's files of a step; return the line of its log."""
     line = ConsumedStep(
         step,
         "rl",
@@ -119,7 +119,7 @@ def config(*settings):
 
 @pytest.fixture
 def recorded(folder):
-    """Files of a run of three steps, two of them in its second phase."""
+    """Write the files of a run of three steps, two of them in its second phase."""
     folder.prepare(config(), fresh=False) if not (folder.path / "rollouts").rmdir() else None
     for step, phase in enumerate(("warm_start", "rl", "rl"), 1):
         line = written(folder, step, StepGroups([group(step, np.random.default_rng(step))], [0], [], []))

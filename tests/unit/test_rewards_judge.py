@@ -43,12 +43,12 @@ def judge(server, **settings):
 
 
 def tried(text):
-    """What the policy wrote, as a judge finds it between the marks."""
+    """Return the policy's answer, as a judge finds it between the marks."""
     return re.search(r"\[material \w+\]\n(.*)\n\[/material", text, re.S)[1]
 
 
 def mark(text):
-    """The mark of the server for a text that says how good it is."""
+    """Return the server's score of a text that contains its own quality."""
     return json.dumps({"score": int(tried(text).split()[-1])})
 
 
@@ -58,7 +58,7 @@ def said(text, index=0):
 
 
 def score(cfg, *trajectories, around=AROUND, before=None):
-    """The trajectories with their rewards, and the counts."""
+    """Score the trajectories; return them with the counts."""
 
     async def run():
         scoring = Scoring(cfg.open(around))
@@ -185,7 +185,7 @@ DAMAGE = {
 
 
 def sealed(line, said):
-    """A line of the cache that says something else, with the right checksum."""
+    """Return a line of the cache with another content and the right checksum."""
     return journal.sealed(json.loads(line)["key"], said)
 
 

@@ -29,7 +29,7 @@ from tests.synthetic_rewards import AROUND, SPEC, ends, half, hangs, said, score
 
 
 def rule(cfg, text, index=0, **how):
-    """The value that a rule gives, worked out here."""
+    """Compute the value that a rule gives."""
     return cfg.reward(SPEC, SPEC.task(index), Said.of(said(text, index, **how))).value
 
 

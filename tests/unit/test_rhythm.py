@@ -18,7 +18,7 @@ ALL = np.ones((1, 6), bool)
 
 @st.composite
 def cases(draw):
-    """(waad, fai, mask), NaN outside the mask; values from a few, so that ties are common."""
+    """Generate (waad, fai, mask), NaN outside the mask; few different values, so that ties are common."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 12)))
     mask = draw(hnp.arrays(bool, shape))
     values = st.sampled_from([0.0, 0.125, 0.25, 0.5, 1.0, 3.0])
@@ -27,7 +27,7 @@ def cases(draw):
 
 
 def top_of(values, frac):
-    """Places of the `floor(frac * len)` largest, the earlier of equal ones."""
+    """Return the indices of the `floor(frac * len)` largest, the earlier of equal ones."""
     ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))
     return set(ranked[: math.floor(frac * len(values) + 1e-9)])
 

@@ -49,7 +49,7 @@ class Script:
 
 
 def roll(chat, spec, policy, task, *, cfg=PLAIN, max_context=500, max_answer_tok=64, hash_observations=False, **how):
-    """One trajectory of `KEY`, or with `group_size` a group."""
+    """Return one trajectory of `KEY`, or with `group_size` a group."""
     pool = EnvPool(PoolConfig(), spec)
     rollouts = Rollouts(pool, chat, policy, spec.max_turns, max_context, max_answer_tok, cfg, hash_observations)
     try:
@@ -251,7 +251,7 @@ class FaultyEnv(Env):
 
 
 def group_of(chat, spec, answers):
-    """A group in which sibling i answers `answers[i]` in every turn."""
+    """Return a group in which sibling i answers `answers[i]` in every turn."""
 
     class PerSibling:
         async def act(self, prompt_ids, episode, key, turn):
@@ -514,7 +514,7 @@ def test_a_turn_is_one_chunk_whatever_stands_in_it(chat):
 
 
 def recorded(chat, answers):
-    """An expert's episode of `Echo`."""
+    """Return an expert's episode of `Echo`."""
     got, _ = play(chat, answers, Echo(), Echo().task(0), hash_observations=True)
     chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.observation_hashes[1:], strict=True))
     return got, dataclasses.replace(Start.full(got.observation_hashes[0], tuple(chunks)), imitate=1)

@@ -29,7 +29,7 @@ MACHINES = ("x86_64", "aarch64")
 
 
 def decide(machine, number, args=(0, 0), arch=None):
-    """What the filter does with a call: a small BPF machine."""
+    """Run the filter on a call, in a small BPF machine."""
     data = struct.pack("<iIQ", number, arch or seccomp.AUDIT_ARCH[machine], 0)
     data += b"".join(struct.pack("<Q", a) for a in (*args, 0, 0, 0, 0, 0, 0))
     code = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
@@ -152,7 +152,7 @@ def through(value):
 
 
 def exact(value):
-    """The value with every type spelled out."""
+    """Return the value with every type spelled out."""
     if isinstance(value, dict):
         return dict, [(exact(k), exact(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple, collections.deque)):
@@ -325,7 +325,7 @@ def test_what_the_machine_killed_for_want_of_memory_is_the_machines_fault():
 
 
 def proc_folder(path, *, processes, mappings, resident=1):
-    """Files that stand for those of /proc."""
+    """Write files like those of /proc."""
     stat = "S 1 " + "0 " * 15 + "1 0 0 " + f"{1 << 20} {resident} 0\n"
     for pid in range(2, 2 + processes):
         (path / str(pid) / "fd").mkdir(parents=True)

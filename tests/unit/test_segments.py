@@ -16,7 +16,7 @@ ALL = np.ones((1, 8), bool)
 
 @st.composite
 def cases(draw):
-    """(q, mask), NaN outside the mask; holes anywhere, rows may be empty."""
+    """Generate (q, mask), NaN outside the mask; holes anywhere, rows may be empty."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 12)))
     mask = draw(hnp.arrays(bool, shape))
     values = st.sampled_from([0.0, 0.05, -0.05, 0.25, -0.25, 0.75, -1.0, 2.0])

@@ -26,7 +26,7 @@ def decode(name):
 
 
 def ids_of(name):
-    """Random ids, with stretches of real text among them; bytes that are no text only where tokens are bytes."""
+    """Generate random ids with stretches of real text; invalid bytes only if tokens are bytes."""
     text = st.text("aSTOPé\u20ac\U0001f642 ", max_size=6).map(lambda t: list(t.encode()))
     least = 0 if name == "bytes" else 256
     if name == "bytes":

@@ -294,7 +294,7 @@ def test_the_remedy_fits_what_tasks_come_from(tmp_path):
 
 
 def some(spec, num, texts=None):
-    """What the first tasks' reference answers are, and are worth, as `reference_answers.read` finds it."""
+    """Return the first tasks' reference answers and their rewards, as `reference_answers.read` does."""
     found = []
     for i in range(num):
         task, env = spec.task(i), spec.make()

@@ -83,7 +83,7 @@ def decode(engine, answers, publish=(), recompute=False):
 
 
 def by_tokens(engine, answers):
-    """The same, one decode step after the other: when each answer ends if all begin at 0."""
+    """Return when each answer ends if all begin at 0, simulated one decode step after the other."""
     left, context, now = [tok for _, _, tok in answers], [p for _, p, _ in answers], 0.0
     ends = [0.0] * len(left)
     now += sum(context) * engine.prefill_s
@@ -304,7 +304,7 @@ def test_answers_to_one_prompt_are_alike_as_they_were():
 
 
 def keeping_groups(run, world):
-    """What a run would write, and the groups of each step."""
+    """Return the rows of a run, and the groups of each step."""
     from rolljax import loop
     from rolljax.simulation.episodes import SimulatedTasks
     from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime
@@ -337,7 +337,7 @@ def write_run(folder, run, world):
 
 
 def changed(*path, value=...):
-    """A record with another value at a path of keys, or without the last key."""
+    """Return a function that replaces the value at a path of keys in a record, or removes the last key."""
 
     def change(line):
         record = json.loads(line)

@@ -62,7 +62,8 @@ def test_prompt_replication_in_numbers(prompts, group, slots, ratio, steps):
 
 
 def check_replication(prompts, group, slots, ratio, steps):
-    """A group as independent requests, against one that has a worker's slots until its longest answer is done."""
+    """Compare a group of independent requests with one that occupies a worker's slots until its longest answer is
+    done."""
     run = recipe(slots=8 * slots, prompts=prompts, group=group, steps=steps)
     queue = timings(engine=dataclasses.replace(TOKEN_A_SECOND, replicas=8))
     assert step_s(run, with_scheduling(queue, "group")) / step_s(run, queue) == pytest.approx(ratio, rel=0.1)
@@ -153,7 +154,7 @@ def test_redundant_environments_in_numbers(groups, size):
 
 
 def unbounded_step_s(async_ratio, steps=300):
-    """The same work with the bound on what is in flight alone, and none on how old an answer may be."""
+    """Simulate the same work with a bound on the answers in flight, but none on their age."""
     rng, now, waiting, running, ready, trained_s, ends = np.random.default_rng(0), 0.0, 0, [], 0, 0.0, []
 
     def begin():
@@ -205,7 +206,7 @@ def test_without_a_bound_on_staleness_a_ratio_of_one_is_enough(ratio, seconds):
 
 
 def tail_batching(steps):
-    """Seconds of a round with and without, and the recorder of those with."""
+    """Return the seconds of a round with and without tail batching, and the recorder of the former."""
     lengths = Distribution("lognormal", 500.0, 0.5, group_spread=0.7)
     runs = [
         recipe(slots=512, prompts=32, group=8, steps=steps, answer_tok=8000, tail_batching=tail)

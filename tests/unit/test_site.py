@@ -30,7 +30,7 @@ CLASSES = {cls.__name__: cls for cls in make_settings_page.setting_classes()}
 
 
 def table_rows(text):
-    """The cells of every table row of a page, heads included."""
+    """Return the cells of every table row of a page, heads included."""
     lines = [line.replace(r"\|", "\0") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().replace("\0", "|") for cell in line.strip("|").split("|")] for line in lines]
 
@@ -39,7 +39,7 @@ def table_rows(text):
 
 
 def told_settings():
-    """The settings that pages tell of, by class: those of its section, and of the sections that this one points to."""
+    """Return the documented settings by class: of its section, and of the sections that it points to."""
     pages = [text for page, text in GENERATED.items() if page == "settings.md" or page.startswith("algorithms/")]
     own, more = {}, {}
     for page in pages:
@@ -146,7 +146,7 @@ def test_trls_settings_are_trls():
 
 
 def said_by_the_code():
-    """Every text of the package, a blank for what is filled in."""
+    """Yield every text of the package, with a blank for each filled-in value."""
     for path in (ROOT / "rolljax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -173,7 +173,7 @@ MADE = re.compile(r"^\w+\(.*\)$", re.S)
 
 
 def imported_by_pages():
-    """Modules that pages and examples import from: what users write against."""
+    """Yield the modules that pages and examples import from: the public interface."""
     texts = [p.read_text() for p in (*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py"))]
     for module, names in (m for t in texts for m in re.findall(r"^ *from (rolljax[\w.]*) import ([\w, ]+)", t, re.M)):
         yield module
@@ -181,7 +181,7 @@ def imported_by_pages():
 
 
 def public(names, module):
-    """Public names of a namespace that the module itself defines."""
+    """Yield the public names of a namespace that the module itself defines."""
     for name, value in names.items():
         found = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
         if not name.startswith("_") and getattr(found, "__module__", None) == module:
@@ -189,7 +189,7 @@ def public(names, module):
 
 
 def undocumented(name):
-    """Public names of a module that `help()` says nothing about; methods, of modules that pages import from."""
+    """Yield the public names of a module without a docstring; methods only in modules that pages import from."""
     module = importlib.import_module(name)
     if not module.__doc__:
         yield name
@@ -233,7 +233,7 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix,
 
 
 def leaves(nav):
-    """Pages of a navigation, at any depth."""
+    """Yield the pages of a navigation, at any depth."""
     for item in nav:
         values = item.values() if isinstance(item, dict) else [item]
         for value in values:

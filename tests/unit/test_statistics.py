@@ -15,7 +15,7 @@ from rolljax.evaluation.statistics import bootstrap, maj_at_k, paired_bootstrap,
 
 
 def every_choice(values, k, of):
-    """The mean of `of` over all choices of `k`, in float64."""
+    """Average `of` over all choices of `k`, in float64."""
     found = [of(choice) for choice in itertools.combinations(values, k)]
     return math.fsum(found) / len(found)
 
@@ -29,7 +29,8 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_attempt(n):
 
 
 def product_form(n, c, k):
-    """`1 - prod(1 - k / i)` over i = n - c + 1 ... n, as published with HumanEval and computed by lm-eval's code tasks."""
+    """Compute `1 - prod(1 - k / i)` over i = n - c + 1 ... n, as published with HumanEval and in lm-eval's code
+    tasks."""
     return 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1, dtype=np.float64)))
 
 
@@ -49,7 +50,7 @@ def test_pass_at_k_known_values():
 
 
 def majority(chosen):
-    """Whether the most frequent answer is right; ties share."""
+    """Return whether the most frequent answer is right; ties share."""
     votes = collections.Counter(answer for answer, _ in chosen if answer is not None)
     if not votes:
         return 0.0

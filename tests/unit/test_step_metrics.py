@@ -22,7 +22,7 @@ def row_of(add, *args, **kwargs):
 
 
 def groups(seed, oldest):
-    """Groups whose tokens have versions from `VERSION - oldest` on, growing within a turn."""
+    """Return groups whose tokens have versions from `VERSION - oldest` on, growing within a turn."""
     rng = np.random.default_rng(seed)
 
     def aged(turn):

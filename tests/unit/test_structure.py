@@ -41,7 +41,7 @@ def is_for_types_only(node):
 
 @functools.cache
 def nodes(path):
-    """All nodes of a file's syntax tree; the first is its root."""
+    """Return all nodes of a file's syntax tree; the first is its root."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
@@ -54,7 +54,8 @@ def forget():
 
 @functools.cache
 def imports(path):
-    """(dotted name, whether it waits: inside a function, or for type checkers) of every import of a file."""
+    """Return (dotted name, whether it is deferred: inside a function, or for type checkers) of every import of a
+    file."""
     inside = {
         id(node)
         for fn in nodes(path)
@@ -124,7 +125,7 @@ OUTSIDE = {
 
 
 def room_of(name):
-    """The room of a dotted name of ours."""
+    """Return the room of a dotted name of ours."""
     parts = name.split(".")
     return parts[1] if parts[0] == "rolljax" and len(parts) > 1 else ""
 
@@ -292,7 +293,7 @@ TIMED_WAITS = {
 
 
 def simple_queues(tree):
-    """Lines that could make a `queue.SimpleQueue`, under whatever name: one that there is will be waited on some day."""
+    """Return the lines that could make a `queue.SimpleQueue` under any name: sooner or later code waits on it."""
     elsewhere = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -344,7 +345,7 @@ def test_no_folder_brings_code_that_is_run():
 
 
 def is_broad(kind):
-    """Whether an `except` with this expression catches everything."""
+    """Return whether an `except` with this expression catches everything."""
     if isinstance(kind, ast.Tuple):
         return any(map(is_broad, kind.elts))
     return kind is None or isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")

@@ -27,7 +27,7 @@ FORGETFUL = (
 
 @pytest.fixture(scope="module")
 def chatml():
-    """A byte-pair tokenizer with merges and Qwen's kind of template; its eos is not what closes an answer."""
+    """Return a byte-pair tokenizer with merges and Qwen's kind of template; its eos does not close an answer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -198,7 +198,7 @@ GROWING = {
 
 
 def changed(folder, **parts):
-    """A folder of the byte tokenizer with other parts of its `tokenizer.json`."""
+    """Save the byte tokenizer with other parts of its `tokenizer.json`."""
     byte_tokenizer().save_pretrained(str(folder))
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | parts))

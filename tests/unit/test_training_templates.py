@@ -56,12 +56,12 @@ def chat_of(template):
 
 @pytest.fixture(params=[name for name in NAMES if name != "Gemma 3"])
 def original(request):
-    """A template that rewrites earlier turns."""
+    """Return a template that rewrites earlier turns."""
     return by_fingerprint()[NAMES[request.param]]
 
 
 def written(template, messages, *, generate, tools=(), **options):
-    """What `transformers` makes of a conversation."""
+    """Render a conversation with `transformers`."""
     return qwen().apply_chat_template(
         messages, list(tools) or None, chat_template=template, add_generation_prompt=generate, tokenize=False, **options
     )

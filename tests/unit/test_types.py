@@ -11,7 +11,7 @@ from rolljax.types import Alternatives, Expert, Fault, Group, Key, Task, Traject
 
 
 def exactly(value):
-    """Something that is equal for equal bits, types and shapes, and for nothing else."""
+    """Return a value that is equal for equal bits, types and shapes, and for nothing else."""
     if dataclasses.is_dataclass(value):
         return type(value), [exactly(getattr(value, f.name)) for f in dataclasses.fields(value)]
     if isinstance(value, np.ndarray):
@@ -40,7 +40,7 @@ def trajectory(rng, sibling, *turns, **changes):
 
 @pytest.fixture
 def group():
-    """Of everything that can be in one."""
+    """Return a group with everything that can be in one."""
     rng = np.random.default_rng(0)
     odd = np.array([np.nan, -np.inf, -0.0, 1e-45, -3.4028235e38], np.float32)
     members = (

@@ -44,8 +44,8 @@ MESHES = {"one": (MeshSpec(), 1), "data": (MeshSpec(data=8), 8), "all": (MeshSpe
 
 @pytest.fixture(scope="module")
 def groups():
-    """Ragged: siblings of one to three turns and 1 to 30 sampled tokens, some of them masked, advantages of both signs
-    and sizes. Critics own disjoint trajectories."""
+    """Return ragged groups: siblings of one to three turns and 1 to 30 sampled tokens, some of them masked, advantages
+    of both signs and sizes. Critics own disjoint trajectories."""
     rng = np.random.default_rng(0)
 
     def sibling(prompt, turns):
@@ -81,7 +81,7 @@ def groups():
 
 @pytest.fixture(scope="module")
 def units(groups):
-    """By algorithm, the groups as it takes them: pairs are two siblings, one of either sign."""
+    """Return the groups in the form of each algorithm: pairs are two siblings, one of either sign."""
 
     def signed(s, sign):
         return s.with_columns(advantages=np.full(len(s.indices), sign, np.float32))
@@ -104,20 +104,21 @@ def packed_rows(groups, algorithm, shape=SHAPE):
 
 @pytest.fixture(scope="module")
 def batches(units):
-    """`[3, 4, ROW_LEN]`, the shape of most batches here: one compiled program of each algorithm serves them."""
+    """Return batches `[3, 4, ROW_LEN]`, the shape of most batches here, so that one program per algorithm serves
+    them."""
     return {algorithm: packed_rows(groups, algorithm).batch for algorithm, groups in units.items()}
 
 
 @pytest.fixture(scope="module")
 def batch(batches):
-    """That of GRPO. Its last rows are empty."""
+    """Return the batch of GRPO. Its last rows are empty."""
     found = batches[GRPO]
     assert found.num_micro == 2 and not found.segment_ids[1, -1].any()
     return found
 
 
 def reshaped(batch, *shape):
-    """The first rows in another number of micro-batches; all that hold anything are among them."""
+    """Return the first rows, which include all non-empty ones, in another number of micro-batches."""
     n, lead = int(np.prod(shape)), np.ndim(batch.tokens) - 1
     rows = {k: np.asarray(a).reshape(-1, *a.shape[lead:]) for k, a in batch.arrays().items()}
     assert not rows["segment_ids"][n:].any()
@@ -149,7 +150,7 @@ def alone(groups, algorithm):
 
 @functools.cache
 def options():
-    """What makes XLA compile these programs three times as fast, where it knows the option."""
+    """Return options with which XLA compiles these programs three times as fast, if it knows them."""
     wanted = {"xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda: 0).lower().compile(wanted)
@@ -159,7 +160,7 @@ def options():
 
 
 def quick(jitted):
-    """The jitted function, with one program for each set of shapes, compiled with these options."""
+    """Return the jitted function with one program for each set of shapes, compiled with these options."""
     programs = {}
 
     def call(*args):
@@ -173,7 +174,7 @@ def quick(jitted):
 
 @pytest.fixture(scope="module")
 def start(model, params):
-    """A fresh state with critics, on the host: placed on every mesh without another program."""
+    """Return a new state with critics, on the host: it is placed on every mesh without another program."""
     mesh = MeshSpec().build(jax.devices()[:1])
     trainer = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
     return jax.device_get(trainer.states.init(params))
@@ -181,7 +182,7 @@ def start(model, params):
 
 @pytest.fixture(scope="module")
 def on_mesh(start):
-    """(algorithm, mesh, model) -> (update of the policy, a maker of fresh states, mesh)."""
+    """Return (algorithm, mesh, model) -> (update of the policy, a maker of new states, mesh)."""
 
     @functools.cache
     def get(algorithm, name, model):
@@ -198,7 +199,7 @@ def on_mesh(start):
 
 @pytest.fixture(scope="module")
 def run_update(on_mesh, model):
-    """One update of a fresh state, or of the given one."""
+    """Return a function that makes one update of a new or given state."""
 
     def run(algorithm, batch, state=None, mesh="one", model=model):
         update, fresh, on = on_mesh(algorithm, mesh, model)
@@ -208,13 +209,13 @@ def run_update(on_mesh, model):
 
 
 def moments(state):
-    """Adam's first moments after one update: a tenth of the gradient."""
+    """Return Adam's first moments after one update: a tenth of the gradient."""
     return next(x.mu for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
 
 
 @pytest.fixture(scope="module")
 def grads_of(run_update):
-    """Gradients and statistics of a batch, on one device."""
+    """Return a function to the gradients and statistics of a batch, on one device."""
 
     def get(algorithm, batch, **options):
         state, stats = run_update(algorithm, batch, **options)
@@ -225,12 +226,12 @@ def grads_of(run_update):
 
 @pytest.fixture(scope="module")
 def expected(grads_of, batches):
-    """algorithm -> gradients and statistics of its batch, the reference of all comparisons."""
+    """Return algorithm -> gradients and statistics of its batch, the reference of all comparisons."""
     return functools.cache(lambda algorithm: grads_of(algorithm, batches[algorithm]))
 
 
 def distance(got, want):
-    """Largest relative difference, in the norm, of any leaf of two trees."""
+    """Return the largest relative difference, in the norm, of any leaf of two trees."""
     pairs = jax.tree.map(lambda a, b: float(np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b)), got, want)
     return max(jax.tree.leaves(pairs))
 
@@ -252,7 +253,7 @@ each = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 
 @pytest.fixture(scope="module")
 def scored(model, params, batch):
-    """The first eight rows as `[8, ROW_LEN]`, with the trainer's log-probs and entropies of them."""
+    """Return the first eight rows as `[8, ROW_LEN]`, with the trainer's log-probs and entropies."""
     rows = reshaped(batch, 8)
     policy = jax.jit(lambda b: policy_outputs(model, params, b))(rows)
     assert policy.divergence is None
@@ -490,7 +491,7 @@ def test_distillation_reads_the_frozen_policy_it_is_given(model, params, start, 
 
 @pytest.fixture(scope="module")
 def critics_on(model, start):
-    """mesh -> (update of two critics, a maker of fresh states, mesh)."""
+    """Return mesh -> (update of two critics, a maker of new states, mesh)."""
 
     @functools.cache
     def get(name):
@@ -517,7 +518,7 @@ def critic_grads(critics_on, name, batch):
 
 @pytest.fixture(scope="module")
 def critics(critics_on, batches):
-    """Gradients and statistics of the critics' batch on one device."""
+    """Return gradients and statistics of the critics' batch on one device."""
     return critic_grads(critics_on, "one", batches[PPO])
 
 

@@ -43,7 +43,7 @@ def connected(site):
 
 
 def attack(healthy, folder, runs, requests):
-    """Requests, each for a random address; the viewer must never fail, and always show the run that is whole."""
+    """Send requests to random addresses; the viewer must never fail, and always show the healthy run."""
     rng = random.Random(SEED)
     (folder / "runs").mkdir()
     paths = [healthy, *damage.damaged_runs(healthy, folder / "runs", rng, runs)]

@@ -26,7 +26,7 @@ CUTS = {  # leading shape, V, D, shards, block_bytes
 
 
 def law_of(hidden, head, temperature, cap=None):
-    """Log-probs of the whole vocabulary."""
+    """Compute the log-probs of the whole vocabulary."""
     logits = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     return jax.nn.log_softmax(logits / temperature)
@@ -56,7 +56,7 @@ def assert_close(got, want, atol=1e-5, rtol=1e-5):
 
 
 def value_and_grads(fn, weights):
-    """Of hidden and head: the outputs of `fn`, and the gradients of their weighted sum."""
+    """Return a function to the outputs of `fn`, and the gradients of their weighted sum for hidden and head."""
 
     def loss(hidden, head, *args):
         out = fn(hidden, head, *args)
@@ -304,7 +304,8 @@ def test_bfloat16_in_float32_out(block_bytes, head_dtype):
 
 @pytest.fixture(scope="module")
 def large():
-    """Scores up to 1e4: hidden states that are their logits `[8, V]`, a head that passes them on, and the logits."""
+    """Return scores up to 1e4: hidden states that are their logits `[8, V]`, a head that passes them on, and the
+    logits."""
     rng = np.random.default_rng(0)
     logits = np.round(rng.uniform(-1e4, 1e4, (8, 256)))
     logits[0], logits[1, :2], logits[2] = 1e4, 1e4, -1e4

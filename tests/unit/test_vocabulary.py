@@ -16,12 +16,12 @@ VOCABULARIES = {name: Vocabulary(t) for name, t in TOKENIZERS.items()}
 
 
 def decoded(name, ids):
-    """What the tokenizer itself makes of a whole text."""
+    """Decode a whole text with the tokenizer itself."""
     return TOKENIZERS[name].decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def whole_characters(name, text):
-    """Ids of a text, as bytes where the tokenizer knows them."""
+    """Return the ids of a text, as bytes where the tokenizer knows them."""
     return VOCABULARIES[name].encode(text)
 
 

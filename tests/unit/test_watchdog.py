@@ -28,7 +28,7 @@ def dog(told, tmp_path):
 
 
 def put_in_silence(inbox, item):
-    """What a lost wake-up leaves behind."""
+    """Append an item without a wake-up."""
     inbox._items.append(item)
 
 
