@@ -11,10 +11,12 @@ coroutines. `kill` is for every thread.
 from __future__ import annotations
 
 import asyncio
+import base64
 import collections
 import contextlib
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -28,7 +30,7 @@ from typing import Any, Literal
 from rolljax.concurrency import orphan_guard
 from rolljax.errors import InfraError
 
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ", "SYSTEMROOT", "VIRTUAL_ENV")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Environment variables that every child gets."""
 LAST_WORDS = 2000
 """Characters of standard error that an error message quotes."""
@@ -124,9 +126,9 @@ class LinePipe:
             raise ChildError(f"sent a line of {size} bytes; the limit is {self._max_bytes}", "long", line)
         return line
 
-    def close(self, *, output_only: bool = False) -> None:
-        """Send no more, and read no more; the descriptors are the caller's to close."""
-        self.open, self._writes = self.open and output_only, -1
+    def end_sending(self) -> None:
+        """Send no more; the descriptor is the caller's to close."""
+        self._writes = -1
         self.unsent.clear()
 
     def _add(self, part: bytes) -> None:
@@ -160,7 +162,6 @@ class Child:
         survives_s: float = 0.0,
     ) -> None:
         self._log, self._owner = log, os.getpid()
-        variables = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(env or {})
         with contextlib.ExitStack() as files:
             try:
                 errors = subprocess.PIPE if log is None else files.enter_context(open(log, "ab"))
@@ -170,7 +171,7 @@ class Child:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=variables,
+                    env=_clean_environ() | dict(env or {}),
                     pass_fds=fds,
                     start_new_session=True,
                 )
@@ -192,7 +193,7 @@ class Child:
     def code(self) -> int | None:
         """Exit code, negative for a signal; None while it runs. When it has ended, what it started is killed."""
         if self._owner == os.getpid() and self._process.returncode is None and self._process.poll() is not None:
-            self._kill_group()
+            kill_group(self.pid)
             _guard.tell(self.pid, -1)
         return self._process.returncode
 
@@ -280,7 +281,7 @@ class Child:
     def kill(self) -> None:
         """Kill it and everything that it started."""
         if self.alive:
-            self._kill_group()
+            kill_group(self.pid)
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Close its input, give it `grace_s` to end, kill it, and wait for its end. Nothing of it is left."""
@@ -311,7 +312,7 @@ class Child:
                 yield _STEP_S
 
     def _until_end(self, grace_s: float) -> Iterator[float]:
-        self._pipe.close(output_only=True)
+        self._pipe.end_sending()
         with contextlib.suppress(OSError):
             self._stdin.close()
         end = time.monotonic() + grace_s
@@ -373,18 +374,13 @@ class Child:
             if self._closed:
                 self._close()
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
     def _close(self) -> None:
         """Kill it if it runs, wait for its end, and close the pipes, unless an event loop watches them."""
         self._closed = True
         while self.alive:
-            self._kill_group()
+            kill_group(self.pid)
             time.sleep(0.001)
-        self._pipe.close()
-        self._errors_open = False
+        self._pipe.open = self._errors_open = False
         if self._wake is not None:
             self._wake.set()
             return
@@ -407,6 +403,24 @@ def answer_messages(reply: Callable[[Any], Any]) -> None:
             replies.flush()
 
 
+def kill_group(pid: int) -> None:
+    """Kill a process and its process group; a process that leads no group alone."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+            return
+
+
+def pickled(value: Any) -> str:
+    """Return a value as text for a message to a process that trusts this one."""
+    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)).decode()
+
+
+def unpickled(text: str | bytes) -> Any:
+    """Return the value that `pickled` was given."""
+    return pickle.loads(base64.b64decode(text))
+
+
 def how_it_ended(code: int) -> str:
     """Say what an exit code means."""
     if code >= 0:
@@ -421,6 +435,10 @@ def how_it_ended(code: int) -> str:
 def python_path() -> str:
     """Return this interpreter's module path, for PYTHONPATH."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+def _clean_environ() -> dict[str, str]:
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
 class _Guard:
@@ -440,7 +458,8 @@ class _Guard:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={},
+                    env=_clean_environ(),
+                    cwd="/",
                     start_new_session=True,
                     bufsize=0,
                 )

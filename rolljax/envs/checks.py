@@ -5,14 +5,12 @@ A check plays episodes and returns a sentence about the result; it raises `EnvEr
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import hashlib
 import json
 import math
 import os
-import pickle
 import random
 import sys
 import time
@@ -258,7 +256,7 @@ def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
 
 def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGESTS) -> str:
     """Another process, with another hash seed, makes the same tasks and plays the same episodes."""
-    work = base64.b64encode(pickle.dumps((list(specs), num_tasks))).decode()
+    work = child.pickled((list(specs), num_tasks))
     code = f"import {__name__} as checks, {child.__name__} as child; child.answer_messages(checks.answer_digests)"
     other = child.Child(
         [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": child.python_path()}
@@ -281,7 +279,7 @@ def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
 
 def answer_digests(work: str) -> list[list[list[str]]]:
     """In the other process: return the digests of pickled settings."""
-    specs, num_tasks = pickle.loads(base64.b64decode(work))
+    specs, num_tasks = child.unpickled(work)
     return [digests(spec, num_tasks) for spec in specs]
 
 

@@ -10,11 +10,9 @@ while a tracker cannot be opened counts as lost at once, and reaches it late if 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -22,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolljax.concurrency.child import Child, ChildError, python_path
+from rolljax.concurrency.child import Child, ChildError, pickled, python_path
 from rolljax.errors import InfraError
 from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig
 
@@ -59,7 +57,7 @@ def ask(child: Child, request: Sequence[Any], deadline_s: float) -> int:
       ChildError: the process has ended, or has not answered in time. _Refused: it answered with an error.
     """
     try:
-        answer = child.ask(base64.b64encode(pickle.dumps(tuple(request))).decode(), deadline_s)
+        answer = child.ask(pickled(tuple(request)), deadline_s)
     except ChildError as e:
         raise ChildError(f"{e} (asked to {request[0]})", e.kind) from e
     if isinstance(answer, str):

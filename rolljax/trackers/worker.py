@@ -1,16 +1,13 @@
 """The process of one tracker: `python -m rolljax.trackers.worker`, started by `feed.Feed`.
 
-A request is a pickle in base64: a tuple of a method's name and its arguments; the first is ("open", config, run). The
+A request is a pickle: a tuple of a method's name and its arguments; the first is ("open", config, run). The
 answer is a number, or the text of an error. When the requests end without ("close", outcome), the run's process is
 gone: the tracker is closed as stopped.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
-
-from rolljax.concurrency.child import answer_messages
+from rolljax.concurrency.child import answer_messages, unpickled
 from rolljax.errors import RolljaxError, boundary
 from rolljax.trackers.base import Tracker
 
@@ -21,7 +18,7 @@ def main() -> None:
 
     def reply(request: str) -> int | str:
         nonlocal tracker
-        name, *args = pickle.loads(base64.b64decode(request))
+        name, *args = unpickled(request)
         try:
             with boundary(RolljaxError, f"{name} failed"):
                 if name == "open":

@@ -23,6 +23,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from rolljax.concurrency.child import kill_group, unpickled
 from rolljax.envs.pool import wire
 
 ORDER = struct.Struct("!cI")
@@ -67,7 +68,7 @@ class ForkServer:
 
     def __init__(self, pool: socket.socket, news: TextIO) -> None:
         self._pool, self._news = pool, news
-        spec, self._max_bytes, self._memory_bytes = wire.unpickled(sys.stdin.buffer.readline())
+        spec, self._max_bytes, self._memory_bytes = unpickled(sys.stdin.buffer.readline())
         self._spec = pickle.loads(spec)
         with contextlib.suppress(Exception):  # what cannot be loaded raises again in resets
             self._spec.warm()
@@ -109,7 +110,7 @@ class ForkServer:
         end = time.monotonic() + END_S
         while (pids := {*self._children, *_children()}) and time.monotonic() < end:
             for pid in pids:  # what a worker left behind becomes ours when the worker is gone: look again
-                _kill(pid)
+                kill_group(pid)
             time.sleep(0.005)
             self._reap()
 
@@ -131,7 +132,7 @@ class ForkServer:
         else:
             for child in self._children.values():
                 if child.generation == generation:
-                    _kill(child.pid)
+                    kill_group(child.pid)
         return True
 
     def _fork(self, generation: int, sock: socket.socket) -> None:
@@ -191,7 +192,7 @@ class ForkServer:
                 return
             pid = ended.si_pid
             if pid in self._children:
-                _kill(pid)  # what it started: its process group is still its own
+                kill_group(pid)  # what it started: its process group is still its own
             _, status = os.waitpid(pid, 0)
             child = self._children.pop(pid, None)
             if child is None:
@@ -216,7 +217,7 @@ def serve(sock: socket.socket, episodes: wire.WorkerEpisodes) -> None:
     try:
         sock.sendall(wire.HELLO + b"\n")
         for line in sock.makefile("rb"):
-            for request in wire.unpickled(line):
+            for request in unpickled(line):
                 sock.sendall(episodes.answer(request) + b"\n")
     except (BrokenPipeError, ConnectionResetError):
         pass
@@ -237,15 +238,6 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _kill(pid: int) -> None:
-    """A worker and its process group; a process that leads no group alone."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:

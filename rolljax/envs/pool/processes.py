@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from rolljax.concurrency.child import OUTSIDE, Child, ChildError, LinePipe, how_it_ended, python_path
+from rolljax.concurrency.child import OUTSIDE, Child, ChildError, LinePipe, how_it_ended, pickled, python_path
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.fork_server import END_S, ORDER, OUTPUT_BYTES
@@ -84,7 +84,7 @@ class ProcessLink:
         self._cfg = cfg
         self.num_warm = 1
         memory_bytes = int(cfg.memory_gib * 2**30)
-        self._first = wire.pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
+        self._first = pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
         self._peers: dict[int, _ProcessPeer] = {}
         self._failed: collections.deque[tuple[int, str]] = collections.deque()
         self._selector = selectors.DefaultSelector()
@@ -120,7 +120,7 @@ class ProcessLink:
     def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
         peer = self._peers.get(generation)
         if peer is not None and peer.open:
-            peer.pipe.send(wire.pickled(list(requests)))
+            peer.pipe.send(pickled(list(requests)).encode())
             self._watch(peer)
 
     def kill(self, generation: int) -> None:
@@ -228,7 +228,7 @@ class ProcessLink:
         for fd in child.outputs:
             self._selector.register(fd, selectors.EVENT_READ, child)
         self._control = ours
-        child.send(self._first)
+        child.send(self._first.encode())
         child.flush()
 
     def _read_news(self, events: LinkEvents) -> None:

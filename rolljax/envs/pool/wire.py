@@ -7,9 +7,7 @@ schema, and checked like the result of any environment.
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,16 +36,6 @@ _ERRORS = ("EnvError", "InfraError", "DataError", "ConfigError")
 
 class ProtocolError(Exception):
     """A line from a worker that is no reply."""
-
-
-def pickled(value: Any) -> bytes:
-    """Return a value as a line of base64."""
-    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-
-
-def unpickled(line: bytes) -> Any:
-    """Return the value that `pickled` was given."""
-    return pickle.loads(base64.b64decode(line))
 
 
 def max_reply_bytes(max_observation_bytes: int) -> int:

@@ -24,12 +24,13 @@ from typing import Any, Literal
 from rolljax.concurrency.child import Child
 from rolljax.envs.tools.base import ToolLimits, ToolResult, Tools, ToolSet, ToolSpec
 from rolljax.envs.tools.mcp_http import FAILED, TOO_LONG, http_transport
-from rolljax.envs.tools.mcp_pipe import GRACE_S as END_S
-from rolljax.envs.tools.mcp_pipe import REFUSED, pipe_transport, start
+from rolljax.envs.tools.mcp_pipe import REFUSED, pipe_transport
 from rolljax.errors import ConfigError, InfraError, boundary
 
 RETRY_S = 1.0
 """Seconds until a server that did not start is tried again."""
+END_S = 1.0
+"""Seconds that a server has to end once its input is closed."""
 GRACE_S = 5.0
 """How long past their own limit the calls of this module wait for the event loop."""
 
@@ -176,7 +177,8 @@ class _Connection:
         if self.cfg.where == "sandbox":
             files = [f"--file={path}:{name}" for name, path in self.cfg.files]
             command = (sys.executable, "-m", "rolljax.sandbox", "run", "--profile", "mcp", *files, "--", *command)
-        self._process = start(command, self.cfg.max_bytes)
+        env = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        self._process = Child(command, env, max_bytes=self.cfg.max_bytes, skip_long=True)
         stack.push_async_callback(self._end, self._process)
         return pipe_transport(self._process)
 

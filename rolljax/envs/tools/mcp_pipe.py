@@ -7,28 +7,15 @@ it answers fails with an error that says so; the connection and its other calls 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from rolljax.concurrency.child import LINE_ENDS, Child, ChildError
 
 REFUSED = -32050
 """Code of the errors that stand for messages of the server that were not taken."""
-GRACE_S = 1.0
-"""Seconds that a server has to end once its input is closed."""
 _ID = re.compile(rb'"id"\s*:\s*([0-9]{1,15})')
-
-
-def start(command: Sequence[str], max_bytes: int) -> Child:
-    """Start a server.
-
-    Raises:
-      ChildError: it cannot be started.
-    """
-    env = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    return Child(command, env, max_bytes=max_bytes, skip_long=True)
 
 
 @contextlib.asynccontextmanager
