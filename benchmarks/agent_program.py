@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="a setting of the run")
     args = parser.parse_args()
-    from rolljax.train import main as train
+    from rolljax.commands.train import main as train
 
     os.chdir(ROOT)
     asked, start = remember_calls(), time.perf_counter()

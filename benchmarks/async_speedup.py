@@ -175,8 +175,8 @@ def child(workload: Workload, arguments: list[str]) -> None:
     """Run training with answer lengths that depend only on their addresses."""
     import numpy as np
 
+    from rolljax.commands.train import main as train
     from rolljax.rollout.episodes import SamplerPolicy
-    from rolljax.train import main as train
 
     median, of_prompt, of_sample = workload.lengths
     act = SamplerPolicy.act

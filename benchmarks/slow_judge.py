@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 from tests.judge_server import JudgeServer
 
 CONFIG = """

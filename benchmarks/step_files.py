@@ -30,7 +30,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import rolljax.loop
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = str(ROOT / "rolljax") + os.sep

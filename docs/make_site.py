@@ -141,7 +141,8 @@ def modules() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"rolljax": []}
     for path in sorted((ROOT / "rolljax").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if not WITHOUT & set(parts) and "__init__" not in parts:
+        only_runs = parts[:-1] == ("rolljax",) and (ROOT / "rolljax" / "commands" / path.name).is_file()
+        if not WITHOUT & set(parts) and "__init__" not in parts and not only_runs:
             found.setdefault(parts[1] if len(parts) > 2 else "rolljax", []).append(".".join(parts))
     return found
 

@@ -1,10 +1,10 @@
 """rolljax: reinforcement-learning post-training of language models in JAX.
 
 `train`, `evaluate`, `export` and `load` are the verbs as functions (docs/library.md); on the command line they are
-`python -m rolljax.train` and so on. Everything is imported when it is first used.
+`python -m rolljax.train` and so on. Everything is imported when it is first used. A name is never a function and a
+module by turns: `rolljax/train.py` and `rolljax/export.py` can be run and not imported, as importing a module would
+bind its name in this package over the function.
 """
-
-from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -38,15 +38,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
-
-
-class _Package(ModuleType):
-    """`rolljax.train` is the function, also where the module of that name, which the command line runs, was imported:
-    `from rolljax.train import main` finds the module, and leaves the function where it is."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-__import__("sys").modules[__name__].__class__ = _Package

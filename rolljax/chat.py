@@ -65,14 +65,23 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         check_arguments(args)
         env = open_env(args.env)
+        import jax
+
         from rolljax import serve
         from rolljax.concurrency.event_loop import EventLoop
         from rolljax.model.tokenizer import Chat
         from rolljax.sampler.client import Sampler
 
-        options = serve.parse(serve_options(args))
-        serve.check_arguments(options)
-        engine, params, version, served = serve.load(options)
+        of_run = is_run(args.model)
+        engine, params, version, served = serve.load(
+            run=args.model if of_run else None,
+            model=None if of_run else args.model,
+            step=cli.read_step(args.step),
+            chat_template=args.chat_template,
+            slots=jax.device_count(),  # one conversation; slots divide over devices
+            steps_per_dispatch=1,
+            max_context=args.max_context,
+        )
         sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
         event_loop = EventLoop(lambda: False)
         try:
@@ -108,17 +117,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 def is_run(path: str) -> bool:
     """Whether a folder is a run folder."""
     return (Path(path) / "config.gin").is_file()
-
-
-def serve_options(args: argparse.Namespace) -> list[str]:
-    """The arguments of `rolljax.serve` that load this model for one conversation: slots divide over devices."""
-    import jax
-
-    source = ["--run" if is_run(args.model) else "--model", args.model]
-    source += ["--step", args.step] if args.step else []
-    source += ["--chat_template", args.chat_template] if args.chat_template else []
-    given = [*source, "--slots", str(jax.device_count()), "--steps_per_dispatch", "1"]
-    return given + (["--max_context", str(args.max_context)] if args.max_context else [])
 
 
 def open_env(name: str | None) -> tuple[EnvSpec, ToolEpisode] | None:

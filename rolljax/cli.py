@@ -8,14 +8,13 @@ import hashlib
 import logging
 import os
 import platform
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rolljax.concurrency import signals
 from rolljax.console import terminal
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 
@@ -127,22 +126,6 @@ class Terminated(BaseException):
     """SIGTERM arrived where nothing else handles it."""
 
 
-@contextlib.contextmanager
-def _raising_on_sigterm() -> Iterator[None]:
-    """While inside: the first SIGTERM raises `Terminated` in the main thread, so that what is open is closed; the next
-    one ends the process."""
-
-    def handle(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-
 def run_verb(
     main: Callable[[], int],
     loaded: Callable[[], Loaded[Any] | None] = lambda: None,
@@ -162,10 +145,9 @@ def run_verb(
     from rolljax.console.terminal import visible
     from rolljax.errors import ConfigError
 
-    is_main = threading.current_thread() is threading.main_thread()
     with terminal.safe():
         try:
-            with _raising_on_sigterm() if at_sigterm and is_main else contextlib.nullcontext():
+            with signals.raised(Terminated) if at_sigterm else contextlib.nullcontext():
                 code = main()
             sys.stdout.flush()
             return code

@@ -13,18 +13,20 @@ import gc
 import ipaddress
 import os
 import secrets
-import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rolljax import cli
+from rolljax.concurrency import signals
 from rolljax.errors import EXIT_INTERRUPTED, ConfigError, needed
 
 if TYPE_CHECKING:
-    from rolljax.model.decoder import DecoderConfig, Params
+    from rolljax.model.decoder import DecoderConfig, Dtype, Params
     from rolljax.recipe import Recipe
+    from rolljax.run.checkpoint import Step
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.serving.schema import ServedModel
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 API_KEY = "ROLLJAX_API_KEY"
 MAX_CONTEXT = 4096
 """Context of a model folder that allows more, unless `--max_context` asks for it."""
+SIZES = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
+"""Sizes of the sampler that may be named."""
+DTYPES = ("float32", "bfloat16")
 CLOSING_S = 5
 """Seconds that answers get to be written after the last of them is done or given up."""
 KEEP_ALIVE_S = 5
@@ -69,7 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     sizes.add_argument("--prefill_chunk", type=int, help="prompt tokens computed at once (default: 512)")
     sizes.add_argument("--steps_per_dispatch", type=int, help="tokens between two looks of the host (default: 8)")
     sizes.add_argument("--tensor", type=int, default=1, help="devices a layer is split over (default: %(default)s)")
-    sizes.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, else bfloat16")
+    sizes.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, else bfloat16")
     return parser.parse_args(argv)
 
 
@@ -86,7 +91,16 @@ def main(argv: list[str] | None = None) -> int:
                 keys = (secrets.token_urlsafe(24),)
                 print(f"key, as this address is open to others: {keys[0]}", flush=True)
             allow_open_files(4 * args.max_concurrency)
-            engine, params, version, served = load(args)
+            engine, params, version, served = load(
+                run=args.run,
+                model=args.model,
+                step=cli.read_step(args.step),
+                chat_template=args.chat_template,
+                name=args.served_model_name,
+                tensor=args.tensor,
+                dtype=args.dtype,
+                **{name: getattr(args, name) for name in SIZES},
+            )
             from rolljax.concurrency.waits import Watchdog
             from rolljax.sampler.client import Sampler
 
@@ -110,29 +124,37 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
-    from rolljax.model.folder import folder_remedy
-
-    if args.step is not None and not args.run:
-        raise ConfigError("goes with --run", setting="--step", value=args.step, remedy="a folder holds one model")
-    if args.chat_template is not None and args.run:
-        raise ConfigError(
-            "goes with --model: a run has the template that it was trained with",
-            setting="--chat_template",
-            value=args.chat_template,
-            remedy="leave it out",
-        )
-    cli.read_step(args.step)
+    check_source(args.run, args.model, cli.read_step(args.step), args.chat_template)
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))
     for name in ("max_body_mib", "body_s", "drain_s"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise ConfigError("must be a number, not negative", setting=f"--{name}", value=getattr(args, name))
-    for name, file, what in (("run", "config.gin", "a run folder"), ("model", "config.json", "a Hugging Face folder")):
-        folder = getattr(args, name)
-        if folder and not (Path(folder) / file).is_file():
-            how = folder_remedy(folder) if name == "model" else "name the folder that rolljax.train wrote, under runs/"
-            raise ConfigError(f"is not {what}: it has no {file}", setting=f"--{name}", value=folder, remedy=how)
+
+
+def check_source(
+    run: str | Path | None, model: str | Path | None, step: Step | None, chat_template: str | None
+) -> None:
+    """Raise `ConfigError` unless a run folder or a Hugging Face folder is named, with options that go with it."""
+    from rolljax.model.folder import folder_remedy
+
+    if (run is None) == (model is None):
+        raise ConfigError("is needed, not both or none", setting="--run or --model", remedy="name one of them")
+    if step is not None and not run:
+        raise ConfigError("goes with --run", setting="--step", value=step, remedy="a folder holds one model")
+    if chat_template is not None and run:
+        raise ConfigError(
+            "goes with --model: a run has the template that it was trained with",
+            setting="--chat_template",
+            value=chat_template,
+            remedy="leave it out",
+        )
+    file, what = ("config.gin", "a run folder") if run else ("config.json", "a Hugging Face folder")
+    if not (Path(folder := str(run or model)) / file).is_file():
+        how = "name the folder that rolljax.train wrote, under runs/" if run else folder_remedy(folder)
+        setting = "--run" if run else "--model"
+        raise ConfigError(f"is not {what}: it has no {file}", setting=setting, value=folder, remedy=how)
 
 
 def read_keys(given: str | None) -> tuple[str, ...]:
@@ -175,15 +197,34 @@ def allow_open_files(wanted: int) -> None:
 # ---- the model
 
 
-def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine, Params, int, ServedModel]:
+def load(
+    *,
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    step: Step | None = None,
+    chat_template: str | None = None,
+    name: str | None = None,
+    tensor: int = 1,
+    dtype: Dtype | None = None,
+    recipe: Recipe | None = None,
+    **sizes: Any,
+) -> tuple[Engine, Params, int, ServedModel]:
     """The engine, its weights and their policy version, and what requests are checked against.
 
-    recipe: of the run (default: what its folder says of the policy).
+    Args:
+      run, model: one of them: a run folder, or a Hugging Face folder. step: of the run; None: the newest.
+      chat_template: of a folder: the path of a file, or `plain`. name: of the model in requests; None: the folder's.
+      tensor: devices a layer is split over. dtype: None: the run's; of a folder float32 on CPU, else bfloat16.
+      recipe: of the run; None: what its folder says of the policy. sizes: `SIZES` of the sampler; None: the run's, or
+        the defaults.
+
+    Raises:
+      ConfigError: arguments that cannot be used together. CheckpointError: weights that cannot be read.
     """
     import jax
 
     from rolljax.model import hf
-    from rolljax.model.decoder import DecoderConfig, Dtype, Model
+    from rolljax.model.decoder import DecoderConfig, Model
     from rolljax.model.tokenizer import Chat, load_tokenizer
     from rolljax.run.policy import policy_recipe
     from rolljax.run.preflight import ResolvedRecipe, micro_tok, recipe_chat
@@ -196,52 +237,56 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
     with needed("pydantic", "a model that answers requests"):
         from rolljax.serving.schema import ServedModel
 
-    source: DecoderConfig | str = args.model
-    sizes, lora = SamplerConfig(), None
-    dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if args.run:
-        recipe = recipe or policy_recipe(args.run)
-        source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
-        lora = recipe.lora
+    check_source(run, model, step, chat_template)
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"is not one of {', '.join(DTYPES)}", setting="--dtype", value=dtype)
+    folder, sampler, lora = str(run or model), SamplerConfig(), None
+    source: DecoderConfig | str = folder
+    if run:
+        recipe = recipe or policy_recipe(run)
+        source, sampler, lora, dtype = recipe.model, recipe.sampler, recipe.lora, dtype or recipe.dtype
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cfg = source if isinstance(source, DecoderConfig) else hf.read_config(source)
     chat: Chat | None
     if recipe is not None:
-        chat = recipe_chat(recipe, args.run)
+        chat = recipe_chat(recipe, run)
         tokenizer = chat.tokenizer
     else:
-        tokenizer = load_tokenizer(args.model)
-        chat = Chat.of(tokenizer, args.chat_template or "") if args.chat_template or tokenizer.chat_template else None
-    model, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=args.tensor).build()
-    sizes = read_sizes(args, sizes, cfg)
-    name = args.served_model_name or Path(args.run or args.model).resolve().name
-    served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
+        tokenizer = load_tokenizer(folder)
+        chat = Chat.of(tokenizer, chat_template or "") if chat_template or tokenizer.chat_template else None
+    decoder, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=tensor).build()
+    sampler = read_sizes(sizes, sampler, cfg, of_run=bool(run))
+    name = name or Path(folder).resolve().name
+    served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sampler.max_context)
     print(f"loading {name}", file=sys.stderr, flush=True)
     if recipe is None:
-        where = param_shardings(mesh, model.axes(), model.abstract())
-        params, version = hf.load(args.model, model, where, computed=True), 0
+        where = param_shardings(mesh, decoder.axes(), decoder.abstract())
+        params, version = hf.load(folder, decoder, where, computed=True), 0
     else:
-        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
-        params, version = trained_params(resolved, args.run, cli.read_step(args.step))
-    return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
+        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, decoder)), mesh, mesh, decoder)
+        params, version = trained_params(resolved, folder, step)
+    return Engine(decoder.plain, sampler, mesh, SLOT_AXES), make_publish(mesh, decoder)(params), version, served
 
 
-def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfig) -> SamplerConfig:
-    """The sampler's sizes: those of the run or the defaults, with what the command line says over them."""
+def read_sizes(sizes: Mapping[str, Any], sampler: SamplerConfig, cfg: DecoderConfig, *, of_run: bool) -> SamplerConfig:
+    """The settings of a sampler with other sizes where these are given."""
     import jax
 
-    names = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if not args.run:
+    given = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in given.items():
+        if type(size) is not int:
+            raise ConfigError("must be int", setting=f"--{name}", value=size)
+    if not of_run:
         given.setdefault("max_context", min(cfg.max_position, MAX_CONTEXT))
     if given.get("max_context", 0) > cfg.max_position:
         raise ConfigError(
             f"is more than the model's {cfg.max_position} positions",
             setting="--max_context",
-            value=args.max_context,
+            value=given["max_context"],
             remedy=f"at most {cfg.max_position}",
         )
     programs: Literal["few", "many"] = "few" if jax.default_backend() == "cpu" else "many"
-    return dataclasses.replace(sizes, prefix_match="any", tensor=None, expert=None, programs=programs, **given)
+    return dataclasses.replace(sampler, prefix_match="any", tensor=None, expert=None, programs=programs, **given)
 
 
 # ---- the server
@@ -252,12 +297,11 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
     server = service.make_server(keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
 
     async def run() -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        stop = asyncio.Event()
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, stop.set)
+        signals.in_loop(stop.set)
         stopping, warming = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(warm_up(service, url(listener)))
         await asyncio.wait((stopping, warming), return_when=asyncio.FIRST_COMPLETED)
         if warming.done():
@@ -265,8 +309,7 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
             print(hello(service, listener), flush=True)
             await stopping
         warming.cancel()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, os._exit, EXIT_INTERRUPTED)
+        signals.in_loop(os._exit, EXIT_INTERRUPTED)
         await service.drain(drain_s)
         server.should_exit = True
         await serving

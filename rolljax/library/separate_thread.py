@@ -4,12 +4,11 @@ a notebook's cell is, and the function may start event loops of its own."""
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import contextvars
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
+
+from rolljax.concurrency import signals
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -25,10 +24,9 @@ def run_apart(work: Callable[[Callable[[], bool]], T], on_wait: Callable[[], Non
     Args:
       on_wait: called in the calling thread, again and again.
     """
-    told = threading.Event()
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-library")
-    with _signals(told):
-        future = executor.submit(contextvars.copy_context().run, work, told.is_set)
+    with signals.stop_requests(_interrupt, then_terminate=True) as told_to_stop:
+        future = executor.submit(contextvars.copy_context().run, work, told_to_stop)
         executor.shutdown(wait=False)
         while not future.done():
             concurrent.futures.wait([future], POLL_S)
@@ -36,27 +34,5 @@ def run_apart(work: Callable[[Callable[[], bool]], T], on_wait: Callable[[], Non
         return future.result()
 
 
-@contextlib.contextmanager
-def _signals(told: threading.Event) -> Iterator[None]:
-    """While inside: signals set `told`, where this is the main thread, whose affair they are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    terminated = threading.Event()
-
-    def handle(number: int, _: Any) -> None:
-        if number == signal.SIGTERM:
-            terminated.set()
-        elif told.is_set():
-            raise KeyboardInterrupt
-        told.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # one that Python did not set stays lost
-                signal.signal(number, handler)
-        if terminated.is_set():
-            signal.raise_signal(signal.SIGTERM)
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -6,9 +6,7 @@ and inside of a running event loop, which waits meanwhile: in asynchronous code 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,11 +63,10 @@ def train(
     from rolljax import cli
 
     cli.quiet()
+    from rolljax.commands.train import train as train_run
     from rolljax.concurrency import distributed
     from rolljax.concurrency.lockstep import SINGLE_PROCESS
     from rolljax.library.notebook import console_of
-    from rolljax.train import parse
-    from rolljax.train import train as run_recipe
 
     if distributed.is_asked_for():
         raise ConfigError(
@@ -79,12 +76,11 @@ def train(
         )
     began, console = time.perf_counter(), console_of(progress)
     folder = Path(run_dir) if run_dir is not None else Path("runs") / _name(recipe)
-    args = _parsed(parse, ["--gin", _name(recipe), f"--run_dir={folder}", *["--fresh"] * fresh])
 
     def work(told_to_stop: Callable[[], bool]) -> Loaded[Recipe]:
         config = config_of(recipe, set)
         with _located(config):
-            run_recipe(args, config, SINGLE_PROCESS, began, console, told_to_stop)
+            train_run(config, folder, console, began, SINGLE_PROCESS, fresh=fresh, told_to_stop=told_to_stop)
         return config
 
     try:
@@ -187,7 +183,7 @@ def export(
     from rolljax import cli
 
     cli.quiet()
-    from rolljax.export import export as write
+    from rolljax.commands.export import export as write
 
     run = _run_of(source)
     return run_apart(
@@ -212,7 +208,7 @@ def load(
     chat_template: str | None = None,
     slots: int | None = None,
     max_context: int | None = None,
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
 ) -> LoadedModel:
     """A model that answers: `rolljax.load("runs/quickstart").generate("Hello")`.
 
@@ -237,21 +233,23 @@ def load(
     kind, folder = run.weights if run else ("hf", Path(source))  # type: ignore[arg-type]
     if run and step is not None:
         kind, folder = "ckpt", run.path
-    given: dict[str, object] = {"step": step, "slots": slots, "max_context": max_context, "dtype": dtype}
-    given["chat_template"] = chat_template
+    sizes: dict[str, Any] = {"slots": slots, "max_context": max_context}
     if run is not None and kind == "hf":
-        given = _sizes_of(run) | {name: value for name, value in given.items() if value is not None}
-    what = {
-        "model" if kind == "hf" else "run": folder,
-        "served_model_name": (run.path if run else folder).resolve().name,
-    }
-    args = _parsed(serve.parse, _options(what | given))
-
-    def work(_: Any) -> LoadedModel:
-        serve.check_arguments(args)
-        return LoadedModel(*serve.load(args, run.given_recipe if run and kind == "ckpt" else None))
-
-    return run_apart(work)
+        sizes = _sizes_of(run) | {name: size for name, size in sizes.items() if size is not None}
+    return run_apart(
+        lambda _: LoadedModel(
+            *serve.load(
+                run=folder if kind == "ckpt" else None,
+                model=folder if kind == "hf" else None,
+                step=cli.read_step(None if step is None else str(step)),
+                chat_template=chat_template,
+                name=(run.path if run else folder).resolve().name,
+                dtype=dtype,
+                recipe=run.given_recipe if run and kind == "ckpt" else None,
+                **sizes,
+            )
+        )
+    )
 
 
 def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
@@ -279,22 +277,6 @@ def _run_of(source: Run | PathLike) -> Run | None:
     if isinstance(source, Run):
         return source
     return None if (Path(source) / "config.json").is_file() else Run(source)
-
-
-def _options(given: Mapping[str, object]) -> list[str]:
-    """Options of a command that are not None."""
-    texts = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()}
-    return [f"--{name}={value}" for name, value in texts.items() if value is not None]
-
-
-def _parsed(parse: Callable[[list[str]], argparse.Namespace], options: list[str]) -> argparse.Namespace:
-    """What a command reads of its options. Raises `ConfigError`, where the command would exit."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parse(options)
-    except SystemExit:
-        raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
 
 
 def _sizes_of(run: Run) -> dict[str, Any]:

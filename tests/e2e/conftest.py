@@ -94,7 +94,7 @@ def start():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train briefly in this process and return the run folder."""
-    from rolljax.train import main as train
+    from rolljax.commands.train import main as train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     changes = {

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.rollout.agents.host import AgentHost, AgentRollouts
@@ -20,7 +21,6 @@ from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.train import main as train
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Message, SamplingParams, Task

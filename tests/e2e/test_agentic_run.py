@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rolljax import loop
+from rolljax.commands.train import main as train
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.console.progress import Console
 from rolljax.metrics import check_row
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
-from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 
 from .conftest import StopAt, rows, summary

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 
 from .conftest import rows, summary
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.recipes.terminal_bench.terminal import OWN_TASKS
-from rolljax.train import main as train
 
 from .conftest import arguments
 from .docs_blocks import KINDS, ROOT, Runner, blocks, commands, reason_not_to_run

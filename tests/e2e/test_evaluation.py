@@ -16,6 +16,8 @@ import rolljax
 from rolljax import cli, serve
 from rolljax import eval as eval_verb
 from rolljax.chat_models.client import EndpointConfig
+from rolljax.commands.export import export as export_run
+from rolljax.commands.export import main as export
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions
@@ -25,8 +27,6 @@ from rolljax.evaluation.endpoint import EndpointModel
 from rolljax.evaluation.progress import EvaluationProgress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
-from rolljax.export import export as export_run
-from rolljax.export import main as export
 from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
@@ -187,8 +187,7 @@ def test_two_evaluations_are_compared(local, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def served(folder):
     """Serve the folder with rolljax's own server."""
-    args = serve.parse(["--model", str(folder), "--max_context", "256", "--slots", "8"])
-    engine, params, version, model = serve.load(args)
+    engine, params, version, model = serve.load(model=folder, max_context=256, slots=8)
     sampler = Sampler(engine, params, version, vocabulary=model.vocabulary, longest_prompt=0)
     running = Running(sampler, model, ServerLimits((KEY,)))
     yield running
@@ -414,10 +413,8 @@ def test_a_kept_step_is_evaluated(run, best, capsys):
 def test_a_kept_step_is_served(run, capsys):
     """Each step's own weights answer when that step is requested; the weights of all steps differ."""
     found = {}
-    for step in ("best", "2", None):
-        args = serve.parse(["--run", str(run), *(["--step", step] if step else [])])
-        serve.check_arguments(args)
-        _, params, version, _ = serve.load(args)
+    for step in ("best", 2, None):
+        _, params, version, _ = serve.load(run=run, step=step)
         found[version] = float(jax.tree.reduce(lambda total, x: total + abs(x).sum(), params, 0.0))
     assert list(found) == [4, 2, 6] and len(set(found.values())) == 3
     with rolljax.load(run, step=2) as model:

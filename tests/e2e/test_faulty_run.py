@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.concurrency import waits
 from rolljax.metrics import check_row
 from rolljax.run import preflight
-from rolljax.train import main as train
 
 from .conftest import QUICKSTART, rows, summary
 

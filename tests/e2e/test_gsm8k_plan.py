@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 
 from .conftest import ROOT
 

@@ -18,8 +18,8 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+from rolljax.commands.export import main as export
 from rolljax.errors import CheckpointError
-from rolljax.export import main as export
 from rolljax.model import hf, lora
 from rolljax.model.decoder import Model
 from rolljax.model.families import known
@@ -124,7 +124,7 @@ def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "in")
     code = """if True:
         import os, sys
-        from rolljax.export import main as export
+        from rolljax.commands.export import main as export
         from rolljax.storage import durable
         durable.reach = lambda point, path: point == "written" and path.name == "out" and os._exit(9)
         sys.exit(export(sys.argv[1:]))

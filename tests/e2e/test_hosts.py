@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 from tests.ends import OF_THE_CLOCK
 
 from .conftest import arguments, of_two_processes, rows, summary

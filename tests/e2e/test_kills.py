@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from rolljax import cli
+from rolljax.commands.train import main as train
+from rolljax.commands.train import parse
+from rolljax.commands.train import train as train_recipe
 from rolljax.concurrency.lockstep import SingleProcess
+from rolljax.console.progress import Console
 from rolljax.errors import ConfigError
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
 from rolljax.run.trainer import Trainer
 from rolljax.storage import durable
-from rolljax.train import main as train
-from rolljax.train import parse
-from rolljax.train import train as train_recipe
 from rolljax.trainer.state import fingerprint
 from tests.ends import Killed, at_points, end
 
@@ -56,8 +57,8 @@ def loaded(**changes):
 
 def start(run_dir, **changes):
     """Run the command with loaded settings; return its exit code."""
-    args = parse(arguments(run_dir, **TINY | changes))
-    return cli.run_verb(lambda: train_recipe(args, loaded(**changes), SingleProcess(), time.perf_counter()))
+    config, console, began = loaded(**changes), Console(), time.perf_counter()
+    return cli.run_verb(lambda: train_recipe(config, run_dir, console, began, SingleProcess()))
 
 
 def contents(run_dir):
@@ -249,7 +250,7 @@ def test_a_run_whose_console_is_full_ends_as_any_other(watched, tmp_path):
 STOPPED_EARLY = """
 import os, signal, sys
 from rolljax.run import preflight
-from rolljax.train import main
+from rolljax.commands.train import main
 check = preflight.check
 def stopped(recipe):
     found = check(recipe)
@@ -272,8 +273,9 @@ def test_a_second_ctrl_c_ends_at_once():
     """Also where the interruption would be swallowed; without a traceback."""
     code = """
 import os, signal, sys, threading
-from rolljax.train import stop_on_signal
-with stop_on_signal() as is_told:
+from rolljax.commands.train import end_at_once
+from rolljax.concurrency.signals import stop_requests
+with stop_requests(end_at_once) as is_told:
     os.kill(os.getpid(), signal.SIGINT)
     assert is_told()
     try:
@@ -319,7 +321,7 @@ def test_killed_at_every_point(watched, tmp_path, capsys):
 
 KILLED_BY_CHANCE = """
 import os, random, signal, sys, threading
-from rolljax.train import main as train, parse, train as train_recipe
+from rolljax.commands.train import main as train
 from rolljax.storage import durable
 chance, passed = random.Random(int(sys.argv[1])), 0
 last = chance.randrange(int(sys.argv[2]))

@@ -124,14 +124,14 @@ import sys
 import rolljax
 from rolljax import serve
 from rolljax.eval import main as evaluate
-from rolljax.export import main as export
+from rolljax.commands.export import main as export
 run, to = sys.argv[1:]
 assert export(["--run", run, "--to", f"{to}/a"]) == 0
 assert export(["--run", run, "--step", "3", "--to", f"{to}/b"]) == 0
 rolljax.export(run, f"{to}/c")
 with rolljax.load(run, step=3) as model:
     print("said", repr(model.generate("Sing 1: ", max_tokens=4, temperature=0)[0].text))
-engine, params, version, served = serve.load(serve.parse(["--run", run, "--slots", "8"]))
+engine, params, version, served = serve.load(run=run, slots=8)
 assert version == 3
 sys.exit(evaluate(["--run", run, "--env", "countdown", "--tasks", "4", "--max_context", "200", "--json"]))
 """

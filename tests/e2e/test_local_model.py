@@ -48,9 +48,9 @@ def folder(tmp_path_factory):
 @contextlib.contextmanager
 def served(folder, sizes=SIZES):
     """Serve a folder with rolljax's own server."""
-    numbers = {"--slots": sizes.slots, "--max_context": sizes.max_context, "--prefill_chunk": sizes.prefill_chunk}
-    args = serve.parse(["--model", str(folder), *(str(word) for option in numbers.items() for word in option)])
-    engine, params, version, model = serve.load(args)
+    engine, params, version, model = serve.load(
+        model=folder, slots=sizes.slots, max_context=sizes.max_context, prefill_chunk=sizes.prefill_chunk
+    )
     sampler = Sampler(engine, params, version, vocabulary=model.vocabulary, longest_prompt=0)
     running = Running(sampler, model, ServerLimits())
     try:

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from rolljax import cli, serve
+from rolljax.commands.export import export as export_run
+from rolljax.commands.export import main as export
+from rolljax.commands.train import main as train
 from rolljax.errors import ConfigError
-from rolljax.export import export as export_run
-from rolljax.export import main as export
 from rolljax.model import hf
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
@@ -25,7 +26,6 @@ from rolljax.model.lora import Adapted
 from rolljax.run.preflight import check as check_run
 from rolljax.run.trained_weights import trained_params
 from rolljax.storage.layout import RESOLVED
-from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
@@ -181,7 +181,7 @@ def test_peft_reads_the_adapter_folder(trained, base, ours, tmp_path):
 
 
 def test_verbs_take_such_a_run(trained, arguments, capsys):
-    engine, weights, version, _ = serve.load(serve.parse(["--run", str(trained)]))
+    engine, weights, version, _ = serve.load(run=trained)
     assert version == 16 and engine.model.lora is None
     merged = load_file(trained / "hf" / "model.safetensors")
     np.testing.assert_array_equal(weights["layers"]["down"][1].T, merged["model.layers.1.mlp.down_proj.weight"])

@@ -10,9 +10,9 @@ import pytest
 
 import rolljax
 from rolljax import plan, play, serve, validate
+from rolljax.commands.export import main as export
+from rolljax.commands.train import main as train
 from rolljax.eval import main as evaluate
-from rolljax.export import main as export
-from rolljax.train import main as train
 
 ROOT = Path(rolljax.__file__).parents[1]
 DRY = ["--gin", "quickstart", "--dry_run"]
@@ -120,7 +120,7 @@ def test_a_platform_that_is_not_there(folder):
 
 SCRIPT = """
 import dataclasses, sys
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.types import Message, Task
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.train import main as train
 from rolljax.types import Message
 
 from .conftest import ROOT, rows

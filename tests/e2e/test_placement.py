@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rolljax import cli, loop
+from rolljax.commands.train import main as train
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.console.progress import Console
 from rolljax.errors import ConfigError, SamplerError
@@ -27,7 +28,6 @@ from rolljax.run.weight_channel import BetweenMeshes, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec, Split, param_shardings
 from rolljax.trainer.publish import Reshard, checksums, differing
 from rolljax.trainer.state import fingerprint

@@ -5,13 +5,13 @@ import signal
 
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.pool import EnvPool, PoolConfig, open_pool
 from rolljax.errors import ConfigError, EnvError
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.function import Function
-from rolljax.train import main as train
 from tests.faulty import FaultyProcess, play_again
 from tests.synthetic_rewards import ends, half, hangs, said, scored
 

@@ -269,9 +269,9 @@ def test_a_base_model_is_trained_served_evaluated_and_chatted_with(folders, tmp_
     monkeypatch.setattr(sys, "stdin", io.StringIO("say 1\nsay 2\n"))
     assert chat([str(base), "--chat_template", "plain", "--max_tokens", "4", "--max_context", "64"]) == 0
     assert chat([str(base)]) != 0 and "--chat_template" in capsys.readouterr().err
-    args = serve.parse(["--model", str(base), "--chat_template", "plain", "--slots", "8", "--max_context", "64"])
-    assert serve.load(args)[3].chat.prompt_ids([Message("user", "say 1")]).tolist() == tokenizer("say 1")["input_ids"]
-    assert np.array_equal(serve.load(args)[3].stop_ids, [tokenizer.eos_token_id])
+    served = serve.load(model=base, chat_template="plain", slots=8, max_context=64)[3]
+    assert served.chat.prompt_ids([Message("user", "say 1")]).tolist() == tokenizer("say 1")["input_ids"]
+    assert np.array_equal(served.stop_ids, [tokenizer.eos_token_id])
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ runs of the shipped files with smaller numbers, and the exact continuation of on
 import pytest
 
 from rolljax import loop
+from rolljax.commands.train import main as train
+from rolljax.commands.train import parse
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.metrics import check_row
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
-from rolljax.train import main as train
-from rolljax.train import parse
 from rolljax.trainer.state import fingerprint
 
 from .conftest import StopAt, check_conserved, rows, summary

@@ -13,13 +13,14 @@ import time
 import pytest
 
 from rolljax import cli
+from rolljax.commands.train import main, parse, train
 from rolljax.concurrency.lockstep import SingleProcess
+from rolljax.console.progress import Console
 from rolljax.metrics import check_row
 from rolljax.recipe import Phase
 from rolljax.run.checkpoint import Checkpoints
 from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder
-from rolljax.train import main, parse, train
 from tests.ends import at_points, end
 
 from .conftest import ROOT, arguments, check_conserved, rows, summary
@@ -46,11 +47,10 @@ def loaded(changes):
     return cli.load_recipe(args.gin, args.set)
 
 
-def start(run_dir, *flags, **changes):
+def start(run_dir, replay_of=None, **changes):
     """Run the command with loaded settings; return its exit code."""
-    args = parse([*arguments(run_dir, **TINY_ASYNC | LATE["drop"] | changes), *map(str, flags)])
-    config = loaded(tuple((LATE["drop"] | changes).items()))
-    return cli.run_verb(lambda: train(args, config, SingleProcess(), time.perf_counter()))
+    config, console, began = loaded(tuple((LATE["drop"] | changes).items())), Console(), time.perf_counter()
+    return cli.run_verb(lambda: train(config, run_dir, console, began, SingleProcess(), replay_of=replay_of))
 
 
 def log_of(run_dir):
@@ -116,7 +116,7 @@ def assert_same(ours, theirs):
 @pytest.mark.slow
 def test_a_replay_ends_at_the_same_bits(recorded, tmp_path, capsys):
     run_dir, _ = recorded
-    assert start(tmp_path / "again", "--replay", run_dir) == 0
+    assert start(tmp_path / "again", run_dir) == 0
     assert "replaying steps 1 to 8" in capsys.readouterr().err.replace("\n", " ")
     assert_same(tmp_path / "again", run_dir)
     of_rl = rows(tmp_path / "again")[2:]
@@ -132,7 +132,7 @@ def test_a_run_of_another_history_is_not_continued_by_a_replay(recorded, tmp_pat
     line = json.loads(lines[3])
     line["prompt_indices"][0] = 99
     (other / "consumed.jsonl").write_text("\n".join([*lines[:3], json.dumps(line), *lines[4:]]) + "\n")
-    assert start(other, "--replay", run_dir) == 2
+    assert start(other, run_dir) == 2
     assert "trained other samples in step 4" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -141,7 +141,7 @@ def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
     """A copy of the run itself from a checkpoint in its middle, and a replay that is killed there."""
     run_dir, killed = recorded
     assert Checkpoints(killed / "ckpt").names()[-1].endswith("step_6")
-    assert start(killed, "--replay", run_dir) == 0
+    assert start(killed, run_dir) == 0
     assert_same(killed, run_dir)
 
     def copy(point, path):
@@ -149,8 +149,8 @@ def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
             shutil.copytree(tmp_path / "again", tmp_path / "stopped")
 
     with at_points(do=copy):
-        assert start(tmp_path / "again", "--replay", run_dir) == 0
-    assert start(tmp_path / "stopped", "--replay", run_dir) == 0
+        assert start(tmp_path / "again", run_dir) == 0
+    assert start(tmp_path / "stopped", run_dir) == 0
     assert_same(tmp_path / "stopped", run_dir)
 
 
@@ -165,7 +165,7 @@ def test_a_replay_continues_after_the_end_of_the_log(tmp_path, late):
     settings |= {"rl__Phase_dot_spare_prompts": 0} if late == "wait" else {}
     settings |= {"rl__Phase_dot_late": f"'{late}'"}
     assert start(run_dir, **settings | {"rl__Phase_dot_steps": 3}) == 0
-    assert start(again, "--replay", run_dir, **settings) == 0
+    assert start(again, run_dir, **settings) == 0
     assert log_of(again)[:5] == log_of(run_dir)
     assert len(check_account(log_of(again), late)) == STEPS * PROMPTS
     check_conserved(rows(again)[2:]) if late != "drop" else None
@@ -237,7 +237,7 @@ def test_replays_of_every_kind_end_at_the_same_bits(tmp_path, kind):
 
 KILLED_BY_EVENT = """
 import os, random, sys
-from rolljax.train import main
+from rolljax.commands.train import main
 from rolljax.rollout.group_buffer import GroupBuffer
 from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.storage import durable

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.config import loader
 from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
@@ -17,7 +18,6 @@ from rolljax.run.checkpoint import Checkpoints, step_of
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import resolve
 from rolljax.run.reward_models import TrainedRewardModels
-from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec
 
 from .conftest import SMALL, rows, summary

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from rolljax import cli, loop
+from rolljax.commands.train import main as train
+from rolljax.commands.train import parse
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.eval import main as evaluate
 from rolljax.metrics import check_row
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
-from rolljax.train import main as train
-from rolljax.train import parse
 from rolljax.trainer.state import fingerprint
 from tests.judge_server import judge_server, share
 

@@ -11,10 +11,12 @@ import pytest
 
 from rolljax import eval as eval_verb
 from rolljax import loop
+from rolljax.commands.export import main as export
+from rolljax.commands.train import main as train
+from rolljax.commands.train import parse, stopped
 from rolljax.concurrency.event_loop import Stopped
 from rolljax.console.progress import Console
 from rolljax.envs.tasks import TaskStream
-from rolljax.export import main as export
 from rolljax.metrics import MetricsReport, check_row
 from rolljax.rollout.episodes import SamplerPolicy, ScriptedPolicy
 from rolljax.run.folder import RunFolder
@@ -25,8 +27,6 @@ from rolljax.run.runtime import Runtime
 from rolljax.run.trained_weights import trained_params
 from rolljax.run.trainer import Trainer
 from rolljax.sampler.scheduler import Scheduler
-from rolljax.train import main as train
-from rolljax.train import parse, stopped
 from rolljax.types import Group, SamplingParams, Trajectory
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter

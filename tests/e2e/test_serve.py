@@ -637,8 +637,7 @@ def run_folder(tmp_path_factory, params):
 
 
 def test_a_model_folder_is_loaded(folder, params, chat):
-    args = serve.parse(["--model", str(folder), "--max_context", "64"])
-    engine, loaded, version, served = serve.load(args)
+    engine, loaded, version, served = serve.load(model=folder, max_context=64)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert (served.name, served.max_context, version) == ("tiny-model", 64, 0)
     assert engine.cfg.max_context == 64 and served.stop_ids == chat.stop_ids

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax.export import main as export
+from rolljax.commands.export import main as export
 from rolljax.model import hf, lora
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer, save_tokenizer
 from rolljax.types import Message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 
 ROOT = Path(__file__).parents[2]
 

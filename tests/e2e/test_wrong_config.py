@@ -2,8 +2,8 @@
 
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.run.folder import RunFolder
-from rolljax.train import main as train
 
 from .conftest import QUICKSTART
 

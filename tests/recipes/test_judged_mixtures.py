@@ -6,9 +6,9 @@ import json
 import pytest
 
 from rolljax import cli
+from rolljax.commands.train import main as train
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import agreement, read_labelled
-from rolljax.train import main as train
 
 from ..e2e.conftest import ROOT, rows
 

@@ -10,6 +10,7 @@ import pytest
 import rolljax
 from rolljax.chat_models.base import Asking
 from rolljax.chat_models.client import EndpointConfig
+from rolljax.commands.train import main as train
 from rolljax.envs.records import Records
 from rolljax.envs.tasks import is_held_out
 from rolljax.errors import ConfigError, DataError
@@ -19,7 +20,6 @@ from rolljax.evaluation import report as reports
 from rolljax.evaluation.settings import Attempts
 from rolljax.recipes.think_j import judge_pairs
 from rolljax.recipes.think_j.digit_sums import DigitSums
-from rolljax.train import main as train
 
 from ..e2e.conftest import rows
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rolljax import cli
-from rolljax.train import main as train
+from rolljax.commands.train import main as train
 from rolljax.trainer.algorithms import cispo, distill, dpo, grpo, gspo, kimi, reinforce, reward_model, tis, topr
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.ipa import Ipa

@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import importlib
 import inspect
 import signal
+import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,34 @@ ROOT = Path(__file__).parents[2]
 # ---- the package ----------------------------------------------------------------------------------------------------
 
 
-def test_verbs_are_functions_whatever_was_imported():
-    from rolljax.train import main
+def test_a_verb_is_the_function_whatever_is_imported():
+    """In a process of its own: the import of a module never takes the name, whether it comes first or last."""
+    code = """if True:
+        import contextlib, importlib, pkgutil, types
+        import rolljax
+        verbs = ("train", "evaluate", "export", "load")
+        for name in (*verbs, *(info.name for info in pkgutil.iter_modules(rolljax.__path__)), "commands.train"):
+            for is_first in (True, False):
+                if is_first:
+                    for verb in verbs:
+                        rolljax.__dict__.pop(verb, None)  # as before its first use
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(f"rolljax.{name}")
+                assert all(isinstance(getattr(rolljax, verb), types.FunctionType) for verb in verbs), name
+        from rolljax import train, export
+        assert (train, export) == (rolljax.library.verbs.train, rolljax.library.verbs.export)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
-    assert isinstance(rolljax.train, types.FunctionType) and rolljax.train is not main
-    assert isinstance(sys.modules["rolljax.train"], types.ModuleType)
+
+@pytest.mark.parametrize("name", ["train", "export"])
+def test_a_module_that_only_runs_names_the_one_to_import(name):
+    with pytest.raises(ImportError, match=f"rolljax.{name} is a function; the command is rolljax.commands.{name}"):
+        importlib.import_module(f"rolljax.{name}")
+
+
+def test_verbs_are_typed_functions():
     assert {"train", "evaluate", "export", "load", "Run", "Recipe", "Phase"} <= {*dir(rolljax)} & {*rolljax.__all__}
     for name in ("train", "evaluate", "export", "load"):
         verb = getattr(rolljax, name)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolljax.commands.train import main as train
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.records import RecordedAnswer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.rollout.episodes import Rollouts, ScriptedPolicy
-from rolljax.train import main as train
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rolljax import cli
+from rolljax.commands.train import main as train
 from rolljax.config.foreign import NAMES, foreign
 from rolljax.config.parser import Ref, leaves
 from rolljax.config.source import Bindings
@@ -22,7 +23,6 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.group_buffer import TailBatching
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.train import main as train
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.cispo import Cispo

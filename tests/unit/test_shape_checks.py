@@ -11,6 +11,7 @@ import types
 import jax
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.envs import tasks
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.mixture import Domain, Mixture
@@ -26,7 +27,6 @@ from rolljax.recipe import Phase
 from rolljax.run import reference_answers, shape_checks
 from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.train import main as train
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher

@@ -16,6 +16,7 @@ ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 VERBS = {
     "cli.py",
+    "commands",
     "train.py",
     "chat.py",
     "eval.py",
@@ -131,7 +132,7 @@ def room_of(name):
 
 
 def test_imports_are_found():
-    found = dict(imports(ROOT / "train.py"))
+    found = dict(imports(ROOT / "commands" / "train.py"))
     assert found["rolljax.cli"] is False and any(inside for inside in found.values())
     assert any(under(name, "jax") for name, _ in imports(ROOT / "trainer" / "update.py"))
 
@@ -192,6 +193,19 @@ def test_no_modules_import_each_other_in_a_circle():
         edges = {module: found for module, found in edges.items() if module not in free}
 
 
+def test_one_module_installs_signal_handlers():
+    """Besides programs that start as children and reset what they inherit."""
+    children = ("sandbox/", "envs/pool/fork_server.py", "envs/bounded.py", "recipes/terminal_bench/inside.py")
+    wrong = [
+        f"{name_of(f)}:{node.lineno}"
+        for f in FILES
+        if name_of(f) != "concurrency/signals.py" and not name_of(f).startswith(children)
+        for node in nodes(f)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("signal.signal", ".add_signal_handler"))
+    ]
+    assert not wrong
+
+
 def test_the_root_holds_verbs_and_what_flows():
     assert len(list(ROOT.glob("*.py"))) <= 20
 
@@ -206,7 +220,7 @@ def test_what_everyone_imports_imports_nobody(file):
 def test_only_config_and_verbs_touch_gin():
     wrong = []
     for f in FILES:
-        if name_of(f) in VERBS or name_of(f).startswith(("config/", "library/")):
+        if name_of(f) in VERBS or name_of(f).startswith(("commands/", "config/", "library/")):
             continue
         for name, inside in imports(f):
             if under(name, "gin") or under(name, "rolljax.config") and not (name_of(f) == "run/folder.py" and inside):
@@ -249,8 +263,8 @@ def test_the_core_works_without_the_rest():
     folders = [str(ROOT.parent / "tests" / "hidden"), str(ROOT.parent), str(ROOT.parent / "benchmarks" / "accelerator")]
     out = run(
         "import sys, sitecustomize\nsys.modules['torch'] = None\n"
-        "import rolljax.model.decoder, rolljax.sampler.client, rolljax.trainer.update, rolljax.loop, rolljax.train\n"
-        "import rolljax.eval, rolljax.export, rolljax, learning\n"
+        "import rolljax.model.decoder, rolljax.sampler.client, rolljax.trainer.update, rolljax.loop, rolljax.commands.train\n"
+        "import rolljax.eval, rolljax.commands.export, rolljax, learning\n"
         "from rolljax.errors import ConfigError\n"
         "from rolljax.envs.tasks import open_stream\n"
         "from rolljax.library.verbs import config_of\n"

@@ -11,13 +11,13 @@ import ipaddress
 import os
 import re
 import secrets
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rolljax.concurrency import signals
 from rolljax.envs.base import NUM_INDICES, StepResult
 from rolljax.envs.catalog import make_spec, names, prefixes
 from rolljax.envs.pool import EnvPool, Episode, PoolConfig
@@ -271,8 +271,7 @@ async def _serve(server: Any, listener: socket.socket, url: str) -> None:
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sig, setattr, server, "should_exit", True)
+    signals.in_loop(setattr, server, "should_exit", True)
     _say(f"serving at {url}")
     await serving
 

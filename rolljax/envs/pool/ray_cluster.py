@@ -9,13 +9,13 @@ another hold.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from rolljax.concurrency import signals
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError, needed
 
@@ -82,7 +82,7 @@ class RayCluster:
                     remedy="one process uses one cluster: give all pools the same address",
                 )
             if not ray.is_initialized():
-                with _keep_sigterm_handler():
+                with signals.restored(signal.SIGTERM):  # Ray's handler exits at once; a run must save first
                     ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
                 self._connected_to = cfg.ray_address
             share = Share(cfg)
@@ -110,17 +110,6 @@ class RayCluster:
 
             ray.shutdown()
             self._connected_to = None
-
-
-@contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Put the SIGTERM handler back afterwards: that of `ray.init` exits at once, but a run must save first."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 CLUSTER = RayCluster()

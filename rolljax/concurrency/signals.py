@@ -1,0 +1,79 @@
+"""Handlers of SIGTERM and SIGINT (Ctrl-C): installed here, and put back here. Callers say what a signal does."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def restored(*numbers: int) -> Iterator[None]:
+    """Put the handlers of signals back at the end, whoever replaced them inside. Only the main thread may, and does."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():  # None: the handler is not Python's, which cannot set it again
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def handled(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
+    """Call `handle(number)` in the main thread when one of these signals arrives. In another thread, change nothing."""
+    with restored(*numbers):
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                signal.signal(number, lambda number, _: handle(number))
+        yield
+
+
+@contextlib.contextmanager
+def raised(error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` in the main thread at the first SIGTERM, so that what is open is closed; the next one ends the
+    process."""
+
+    def handle(number: int) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise error
+
+    with handled(handle, signal.SIGTERM):
+        yield
+
+
+@contextlib.contextmanager
+def stop_requests(
+    at_second: Callable[[], object], *, tell: Callable[[], object] = lambda: None, then_terminate: bool = False
+) -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM and a first Ctrl-C, and yield a function that returns whether one arrived.
+
+    Args:
+      at_second: called at a later Ctrl-C. tell: called at every other signal.
+      then_terminate: whether a SIGTERM has its usual effect at the end.
+    """
+    arrived = set[int]()
+
+    def handle(number: int) -> None:
+        if arrived and number == signal.SIGINT:
+            at_second()
+        arrived.add(number)
+        tell()
+
+    try:
+        with handled(handle, *STOP):
+            yield lambda: bool(arrived)
+    finally:
+        if then_terminate and signal.SIGTERM in arrived:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def in_loop(call: Callable[..., object], *args: object) -> None:
+    """Call `call(*args)` in the running event loop at each SIGTERM or SIGINT, until the loop closes."""
+    import asyncio
+
+    for number in STOP:
+        asyncio.get_running_loop().add_signal_handler(number, call, *args)
