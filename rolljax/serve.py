@@ -150,11 +150,12 @@ def check_source(
             value=chat_template,
             remedy="leave it out",
         )
-    file, what = ("config.gin", "a run folder") if run else ("config.json", "a Hugging Face folder")
-    if not (Path(folder := str(run or model)) / file).is_file():
-        how = "name the folder that rolljax.train wrote, under runs/" if run else folder_remedy(folder)
-        setting = "--run" if run else "--model"
-        raise ConfigError(f"is not {what}: it has no {file}", setting=setting, value=folder, remedy=how)
+    if run and not (Path(run) / "config.gin").is_file():
+        remedy = "name the folder that rolljax.train wrote, under runs/"
+        raise ConfigError("is not a run folder: it has no config.gin", setting="--run", value=str(run), remedy=remedy)
+    if model and not (Path(model) / "config.json").is_file():
+        message, remedy = "is not a Hugging Face folder: it has no config.json", folder_remedy(str(model))
+        raise ConfigError(message, setting="--model", value=str(model), remedy=remedy)
 
 
 def read_keys(given: str | None) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Read the arguments of the command line; `--help` explains each. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.export", description="Write a Hugging Face folder.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its newest checkpoint")
@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 

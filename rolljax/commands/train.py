@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Read the arguments of the command line; `--help` explains each. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.train", description="Train by a recipe.")
     cli.add_config_arguments(parser, required=True)
     parser.add_argument("--run_dir", help="run folder (default: runs/ and the name of the last gin file)")
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args, began = parse(argv), time.perf_counter()
     cli.quiet()
     config: list[Loaded[Recipe]] = []
@@ -152,7 +152,7 @@ def train(
 
 
 def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
-    """What a process does of a run that another one leads: with its devices, what the leader does with its own.
+    """Follow the leader of a run: call, on the devices of this process, what the leader calls on its own.
 
     Raises:
       ConfigError: settings or run folder are not the leader's. InfraError: the leader is lost.
@@ -288,8 +288,8 @@ def described_template(recipe: Recipe) -> str:
 
 
 def describe(checked: Preflight, account: Account, lines_of_checks: Sequence[str] = ()) -> str:
-    """What would run: mesh, model, batch geometry, memory, what was checked, and the first task as the model will see
-    it."""
+    """Describe what would run: mesh, model, batch geometry, memory, what was checked, and the first task as the model
+    sees it."""
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = checked.recipe, checked.model
