@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
+from rolljax.chat_models.base import Asking, ChatTooLong
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, fingerprint, seed_of, text_of, value_of
 from rolljax.data.files import line_of
 from rolljax.envs.data import answers, messages
@@ -34,14 +34,10 @@ class SampleAttempts(AskingStage):
     r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions`
     does."""
 
-    model: ChatModelConfig | None = None
-    """Model that answers the records."""
     k: int = 8
     """Attempts at a record."""
     temperature: float = 1.0
-    """Sampling temperature of an answer."""
     max_tok: int = 1024
-    """Maximum number of tokens in an answer."""
     key: str = ""
     """The column of the question, a text or messages; empty: `Pipeline.key`."""
     prompt: str = BOXED
@@ -57,8 +53,8 @@ class SampleAttempts(AskingStage):
     """Stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most."""
 
     def __post_init__(self) -> None:
-        check_range(self, "k", "max_tok", low=1)
-        check_range(self, "temperature", low=0)
+        super().__post_init__()
+        check_range(self, "k", low=1)
         if "{question}" not in self.prompt:
             raise ConfigError(
                 "does not contain {question}", setting="Attempts.prompt", value=self.prompt, remedy="add {question}"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rolljax.chat_models.base import ChatModelConfig
 from rolljax.envs.data import columns, messages
 from rolljax.envs.data.rows import BadRow
-from rolljax.errors import DataError
+from rolljax.errors import DataError, check_range
 
 if TYPE_CHECKING:
-    from rolljax.chat_models.base import ChatModelConfig
     from rolljax.data.model_calls import Asker
 
 Record = dict[str, Any]
@@ -137,10 +137,21 @@ class Stage(abc.ABC):
         """
 
 
+@dataclasses.dataclass(frozen=True)
 class AskingStage(Stage):
-    """A stage that asks a model. Subclasses have the field `model`; None: the pipeline's."""
+    """The settings of every stage that asks a model."""
 
-    model: ChatModelConfig | None
+    _: dataclasses.KW_ONLY
+    model: ChatModelConfig | None = None
+    """Model that the stage asks; None: `Pipeline.model`."""
+    temperature: float = 0.7
+    """Sampling temperature of an answer."""
+    max_tok: int = 512
+    """Maximum number of tokens in an answer."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_tok", low=1)
+        check_range(self, "temperature", low=0)
 
     @property
     def asks(self) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from rolljax.chat_models.base import Asking, ChatModelConfig
+from rolljax.chat_models.base import Asking
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
 from rolljax.envs.text import linear_pattern
 from rolljax.errors import ConfigError, check_range
@@ -20,36 +20,54 @@ from rolljax.types import Message
 T = TypeVar("T")
 
 
-async def ask_until(
-    place: Place, record: Record, prompt: str, how: Asking, parse: Callable[[str], T | None], tries: int, vote: int = 0
-) -> T | None:
-    """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt is too
-    long. An answer that was cut is not parsed.
+@dataclasses.dataclass(frozen=True)
+class VerdictStage(AskingStage):
+    """The settings of every stage that parses a model's answers."""
 
-    parse: returns None, or raises `Unreadable`, for an answer that cannot be used. vote: which of several independent
-    answers this is.
-    """
-    address = fingerprint([record, prompt])
-    for i in range(tries):
-        seed = seed_of(place.seed, how.seed, address, vote, i)
-        try:
-            found = await ask(place.asker, (Message("user", prompt),), dataclasses.replace(how, seed=seed), parse)
-        except Unreadable as e:
-            if e.kind == "too_long":
-                return None
-            found = None
-        if found is not None:
-            return found
-        place.count("unparsed_answers")
-    return None
+    _: dataclasses.KW_ONLY
+    tries: int = 3
+    """Maximum number of requests for an answer that can be parsed; a record without one is left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "tries", low=1)
+
+    async def ask_until(
+        self,
+        place: Place,
+        record: Record,
+        prompt: str,
+        parse: Callable[[str], T | None],
+        *,
+        vote: int = 0,
+        round_: int = 0,
+    ) -> T | None:
+        """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt is
+        too long. An answer that was cut is not parsed.
+
+        Args:
+          parse: returns None, or raises `Unreadable`, for an answer that cannot be used. vote: which of several
+            independent answers this is. round_: which of several rounds of questions.
+        """
+        address = fingerprint([record, prompt])
+        for i in range(self.tries):
+            how = Asking(self.temperature, self.max_tok, seed_of(place.seed, round_, address, vote, i))
+            try:
+                found = await ask(place.asker, (Message("user", prompt),), how, parse)
+            except Unreadable as e:
+                if e.kind == "too_long":
+                    return None
+                found = None
+            if found is not None:
+                return found
+            place.count("unparsed_answers")
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeFilter(AskingStage):
+class JudgeFilter(VerdictStage):
     """Keep records that a model accepts."""
 
-    model: ChatModelConfig | None = None
-    """Model that acts as the judge."""
     prompt: str = ""
     """Prompt of the judge; `{column}` is replaced by the record's text in that column."""
     verdict: str = r"(?i)verdict:\s*(\w+)"
@@ -58,19 +76,12 @@ class JudgeFilter(AskingStage):
     """Verdicts that keep a record."""
     votes: int = 1
     """Independent answers, of which the majority decides; ties reject."""
-    tries: int = 3
-    """Maximum number of requests per vote for an answer with a verdict; a record without a verdict is left out as
-    `no_verdict`."""
     column: str = ""
     """Column to which the share of accepting votes is written; empty: not written."""
-    temperature: float = 0.7
-    """Sampling temperature of an answer."""
-    max_tok: int = 512
-    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        check_range(self, "votes", "tries", "max_tok", low=1)
-        check_range(self, "temperature", low=0)
+        super().__post_init__()
+        check_range(self, "votes", low=1)
         if not SLOT.search(self.prompt):
             raise ConfigError(
                 "shows the judge no column of the record",
@@ -82,15 +93,13 @@ class JudgeFilter(AskingStage):
             raise ConfigError("does not have one group", setting="JudgeFilter.verdict", value=self.verdict)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
-        how = Asking(self.temperature, self.max_tok)
-
         def parse(text: str) -> str | None:
             found = linear_pattern(self.verdict, "JudgeFilter.verdict").findall(text)
             return found[-1].lower() if found else None
 
         async def judge(record: Record) -> list[str | None]:
             prompt = filled(self.prompt, {name: text_of(record, name) for name in SLOT.findall(self.prompt)})
-            asked = (ask_until(place, record, prompt, how, parse, self.tries, vote) for vote in range(self.votes))
+            asked = (self.ask_until(place, record, prompt, parse, vote=vote) for vote in range(self.votes))
             return list(await asyncio.gather(*asked))
 
         for record, verdicts in place.asker.each(source, judge):

@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from rolljax.chat_models.base import Asking, ChatModelConfig
-from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of
-from rolljax.data.judge import ask_until
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
+from rolljax.data.judge import VerdictStage
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.judging.prompts import filled
 from rolljax.judging.verdict import last_object
@@ -67,7 +66,7 @@ DLCOT = "dlcot"
 
 
 @dataclasses.dataclass(frozen=True)
-class Deconstruct(AskingStage):
+class Deconstruct(VerdictStage):
     """Take traces apart: a column `dlcot` with parts, solutions, labels and clusters (`dlcot.Trace`).
 
     A model's repetition is aligned with the trace, so that the parts joined are the trace; a proposal that is too
@@ -75,8 +74,6 @@ class Deconstruct(AskingStage):
     reason is the question that failed.
     """
 
-    model: ChatModelConfig | None = None
-    """Model that takes the traces apart (the authors used a 72B model, and a stronger one for clusters)."""
     question_key: str = ""
     """Column of the question; empty: `Pipeline.key`."""
     answer_key: str = "answer"
@@ -86,15 +83,11 @@ class Deconstruct(AskingStage):
     least: float = 0.95
     """Jaccard similarity of a proposal."""
     tries: int = 10
-    """Maximum number of requests for a usable answer."""
     temperature: float = 0.8
-    """Sampling temperature of an answer."""
     max_tok: int = 8192
-    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        check_range(self, "tries", "max_tok", low=1)
-        check_range(self, "temperature", low=0)
+        super().__post_init__()
         check_range(self, "least", above=0, high=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
@@ -171,8 +164,7 @@ class _Deconstruction:
         return await self._ask(filled(template, shown), lambda answer: read(last_object(answer)))
 
     async def _ask(self, prompt: str, parse: Callable[[str], Any]) -> Any:
-        how = Asking(self._stage.temperature, self._stage.max_tok)
-        return await ask_until(self._place, self._record, prompt, how, parse, self._stage.tries)
+        return await self._stage.ask_until(self._place, self._record, prompt, parse)
 
 
 How = Literal["redundant", "redundant_1", "redundant_2", "incorrect"]
@@ -224,12 +216,10 @@ class Prune(Stage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rewrite(AskingStage):
+class Rewrite(VerdictStage):
     r"""Have a model repair pruned traces, with as few changes as it can; an answer counts that is near the pruned text
     (edit distance) and ends with the same `\boxed{...}` as the trace."""
 
-    model: ChatModelConfig | None = None
-    """The model that repairs."""
     column: str = "trace"
     """Column of the text to repair."""
     tolerance: float = 0.05
@@ -237,20 +227,13 @@ class Rewrite(AskingStage):
     keep_unmended: bool = False
     """Whether to keep the pruned text if no answer is accepted and the pruned text ends with the trace's answer; the
     record is left out otherwise."""
-    tries: int = 3
-    """Maximum number of requests for an acceptable answer."""
-    temperature: float = 0.7
-    """Sampling temperature of an answer."""
     max_tok: int = 8192
-    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        check_range(self, "tries", "max_tok", low=1)
+        super().__post_init__()
         check_range(self, "tolerance", low=0, high=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
-        how = Asking(self.temperature, self.max_tok)
-
         async def mend(record: Record) -> str | None:
             kept, whole = text_of(record, self.column), trace_of(record).text
             if kept == whole:
@@ -262,7 +245,7 @@ class Rewrite(AskingStage):
                     place.count(fault)
                 return None if fault else answer.strip()
 
-            return await ask_until(place, record, REWRITE.replace("{text}", kept), how, parse, self.tries)
+            return await self.ask_until(place, record, REWRITE.replace("{text}", kept), parse)
 
         for record, mended in place.asker.each(source, mend):
             kept = text_of(record, self.column)

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rolljax.chat_models.base import Asking, ChatModelConfig
-from rolljax.data.base import AskingStage, Place, Record, RecordSource, value_of
-from rolljax.data.judge import ask_until
+from rolljax.data.base import Place, Record, RecordSource, value_of
+from rolljax.data.judge import VerdictStage
 from rolljax.envs.data import messages
 from rolljax.envs.text import linear_pattern
-from rolljax.errors import DataError, check_range
+from rolljax.errors import DataError
 
 RELEVANT = """Below is a conversation of an assistant that works with tools. Its turns are numbered.
 Which of its turns mattered for the final solution? Answer with their numbers, with commas between them, on a last \
@@ -23,7 +22,7 @@ line that begins with `Turns:`.
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnMask(AskingStage):
+class TurnMask(VerdictStage):
     """Write a weight into every message of the assistant: 1 where its turn had no error and was relevant, else 0.
     `Records` reads it, and trains on the rest. Conversations without a turn that counts are left out.
 
@@ -31,25 +30,16 @@ class TurnMask(AskingStage):
     relevant unless its message has `"relevant": false`, or a model is asked and says no.
     """
 
-    model: ChatModelConfig | None = None
-    """Model that decides which turns were relevant, if `judge` is set."""
     judge: bool = False
-    """Whether to ask the model which turns were relevant."""
+    """Whether to ask the model which turns were relevant; conversations without an answer are left out."""
     key: str = "messages"
     """The column of the messages."""
     error_pattern: str = ""
     """Regular expression for tool messages that report an error; empty: only the messages' own flags count."""
-    tries: int = 3
-    """Maximum number of requests for an answer that can be parsed; conversations without one are left out."""
-    max_tok: int = 512
-    """Maximum number of tokens in an answer."""
 
     @property
     def asks(self) -> bool:
         return self.judge
-
-    def __post_init__(self) -> None:
-        check_range(self, "tries", "max_tok", low=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         if not self.judge:
@@ -67,7 +57,7 @@ class TurnMask(AskingStage):
                 return found if found is not None and found <= set(range(1, turns + 1)) else None
 
             prompt = RELEVANT.replace("{conversation}", _numbered(said))
-            return await ask_until(place, record, prompt, Asking(0.7, self.max_tok), parse, self.tries)
+            return await self.ask_until(place, record, prompt, parse)
 
         for record, found in place.asker.each(source, relevant):
             if found is None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.attempts import rates, rewards_of
-from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of, value_of
-from rolljax.data.judge import ask_until
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
+from rolljax.data.judge import VerdictStage
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.judging.verdict import last_object
 
@@ -42,15 +42,13 @@ Answer with one JSON object: {"reasons": ..., "difficulty": ...}"""
 
 
 @dataclasses.dataclass(frozen=True)
-class Taxonomy(AskingStage):
+class Taxonomy(VerdictStage):
     """Label records with intents: columns `intent` (primary), `intents` (secondary) and `constraints`.
 
     The intents are given, or a model names them from samples. It then tags every record; while too many are tagged
     Other, it is shown some of those, names further intents, and tags them again.
     """
 
-    model: ChatModelConfig | None = None
-    """Model that names the intents and tags the records."""
     intents: tuple[str, ...] = ()
     """Known beforehand; empty: they are induced."""
     most: int = 30
@@ -63,15 +61,10 @@ class Taxonomy(AskingStage):
     """Share of Other from which on the taxonomy is extended."""
     rounds: int = 2
     """Maximum number of times the taxonomy is extended."""
-    tries: int = 3
-    """Maximum number of requests for an answer that can be parsed; records without a tag are left out."""
-    temperature: float = 0.7
-    """Sampling temperature of an answer."""
-    max_tok: int = 512
-    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        check_range(self, "most", "samples", "tries", "max_tok", low=1)
+        super().__post_init__()
+        check_range(self, "most", "samples", low=1)
         check_range(self, "rounds", low=0)
         check_range(self, "other_frac", low=0, high=1)
 
@@ -117,8 +110,8 @@ class Taxonomy(AskingStage):
             names = [re.sub(r"^[\s\d.*-]+", "", line).strip()[:60] for line in text.splitlines()]
             return [name for name in names if name] or None
 
-        how = Asking(self.temperature, self.max_tok, round_)
-        found = place.asker.one(lambda: ask_until(place, {"round": round_}, prompt, how, parse, self.tries))
+        ask = functools.partial(self.ask_until, place, {"round": round_}, prompt, parse, round_=round_)
+        found = place.asker.one(ask)
         if found is None:
             raise DataError(f"stage {place.label}: the model named no intents in {self.tries} answers")
         return list(dict.fromkeys([*known, *(name for name in found if name != OTHER)]))[: self.most]
@@ -128,7 +121,6 @@ class Taxonomy(AskingStage):
     ) -> dict[int, dict[str, Any]]:
         """Return the model's labels of some records; records whose answer cannot be parsed are missing."""
         listed = "\n".join(f"- {name}" for name in (*intents, OTHER))
-        how = Asking(self.temperature, self.max_tok, round_)
 
         def parse(text: str) -> dict[str, Any] | None:
             said = last_object(text)
@@ -138,45 +130,35 @@ class Taxonomy(AskingStage):
 
         async def tag(record: Record) -> dict[str, Any] | None:
             prompt = TAG.format(intents=listed, text=text_of(record, self.key))
-            return await ask_until(place, record, prompt, how, parse, self.tries)
+            return await self.ask_until(place, record, prompt, parse, round_=round_)
 
         asked = place.asker.each((source.record(n) for n in numbers), tag)
         return {n: said for n, (_, said) in zip(numbers, asked, strict=True) if said is not None}
 
 
 @dataclasses.dataclass(frozen=True)
-class GradeDifficulty(AskingStage):
+class GradeDifficulty(VerdictStage):
     """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
     tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses."""
 
-    model: ChatModelConfig | None = None
-    """Model that grades the requests."""
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
     prompt: str = GRADE
     """`{text}` is replaced; the answer holds a JSON object with `difficulty`."""
-    tries: int = 3
-    """Maximum number of requests for an answer that can be parsed."""
-    temperature: float = 0.7
-    """Sampling temperature of an answer."""
-    max_tok: int = 512
-    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        check_range(self, "tries", "max_tok", low=1)
+        super().__post_init__()
         if "{text}" not in self.prompt:
             raise ConfigError("does not contain {text}", setting="Grade.prompt", value=self.prompt)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
-        how = Asking(self.temperature, self.max_tok)
-
         def parse(text: str) -> int | None:
             value = last_object(text).get("difficulty")
             return value if isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 5 else None
 
         async def grade(record: Record) -> int | None:
             prompt = self.prompt.replace("{text}", text_of(record, self.key))
-            return await ask_until(place, record, prompt, how, parse, self.tries)
+            return await self.ask_until(place, record, prompt, parse)
 
         for record, value in place.asker.each(source, grade):
             if value is None:
