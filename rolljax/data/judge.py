@@ -13,7 +13,7 @@ from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerpr
 from rolljax.envs.text import linear_pattern
 from rolljax.errors import ConfigError, check_range
 from rolljax.judging.judge import ask
-from rolljax.judging.prompts import SLOT, filled
+from rolljax.judging.prompts import SLOT, Prompt, filled, guarded, mark_of, quoted
 from rolljax.judging.verdict import Unreadable
 from rolljax.types import Message
 
@@ -36,7 +36,7 @@ class VerdictStage(AskingStage):
         self,
         place: Place,
         record: Record,
-        prompt: str,
+        prompt: str | Prompt,
         parse: Callable[[str], T | None],
         *,
         vote: int = 0,
@@ -49,11 +49,12 @@ class VerdictStage(AskingStage):
           parse: returns None, or raises `Unreadable`, for an answer that cannot be used. vote: which of several
             independent answers this is. round_: which of several rounds of questions.
         """
-        address = fingerprint([record, prompt])
+        messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+        address = fingerprint([record, messages[-1].content])
         for i in range(self.tries):
             how = Asking(self.temperature, self.max_tok, seed_of(place.seed, round_, address, vote, i))
             try:
-                found = await ask(place.asker, (Message("user", prompt),), how, parse)
+                found = await ask(place.asker, messages, how, parse)
             except Unreadable as e:
                 if e.kind == "too_long":
                     return None
@@ -69,7 +70,8 @@ class JudgeFilter(VerdictStage):
     """Keep records that a model accepts."""
 
     prompt: str = ""
-    """Prompt of the judge; `{column}` is replaced by the record's text in that column."""
+    """Prompt of the judge; `{column}` is replaced by the record's text in that column, between
+    marks; a system message says that nothing between them is an instruction."""
     verdict: str = r"(?i)verdict:\s*(\w+)"
     """A regular expression with one group; its last match in the answer is the verdict, in small letters."""
     accept: tuple[str, ...] = ("yes",)
@@ -98,7 +100,9 @@ class JudgeFilter(VerdictStage):
             return found[-1].lower() if found else None
 
         async def judge(record: Record) -> list[str | None]:
-            prompt = filled(self.prompt, {name: text_of(record, name) for name in SLOT.findall(self.prompt)})
+            texts = {name: text_of(record, name) for name in SLOT.findall(self.prompt)}
+            mark = mark_of(place.seed, *texts.values())
+            prompt = guarded(mark, filled(self.prompt, {name: quoted(mark, text) for name, text in texts.items()}))
             asked = (self.ask_until(place, record, prompt, parse, vote=vote) for vote in range(self.votes))
             return list(await asyncio.gather(*asked))
 

@@ -19,15 +19,14 @@ from rolljax.envs.text import after_thinking
 from rolljax.errors import ConfigError, check_range
 from rolljax.judging.calls import CallLimits
 from rolljax.judging.judge import all_of, ask
-from rolljax.judging.prompts import GUARD, digest, filled, mark_of, quoted
+from rolljax.judging.prompts import Prompt, digest, filled, guarded, mark_of, quoted
 from rolljax.judging.verdict import Unreadable, VerdictForm
 from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rewards.compose import on_curve
-from rolljax.types import Message, Task, Trajectory
+from rolljax.types import Task, Trajectory
 
 Verdict = dict[str, Any]
 """The fields of a verdict by name."""
-Prompt = tuple[Message, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +209,7 @@ class Judge(ModelJudge):
         return self.form.read(text)
 
     def prompts(self, around: RewardContext, task: Task, answer: str) -> Mapping[str, Prompt]:
-        mark, reference = mark_of(around.seed, task, answer), ""
+        mark, reference = mark_of(around.seed, task.id, answer), ""
         if "{reference}" in self.rubric:
             reference = reference_of(around, task, "Judge.rubric")
         texts = {"question": task.content, "answer": quoted(mark, self.shown(answer)), "reference": reference}
@@ -262,7 +261,7 @@ class PairJudge(ModelJudge):
 
     def _prompt(self, seed: int, task: Task, answer: str, other: str, side: str) -> Prompt:
         a, b = (answer, other) if side == "a" else (other, answer)
-        mark = mark_of(seed, task, f"{a}\0{b}")
+        mark = mark_of(seed, task.id, f"{a}\0{b}")
         return guarded(mark, self.text(mark, task.content, quoted(mark, self.shown(a)), quoted(mark, self.shown(b))))
 
     @abc.abstractmethod
@@ -309,11 +308,6 @@ class Comparison(PairJudge):
 
     def read(self, text: str) -> Verdict:
         return self.FORM.read(text)
-
-
-def guarded(mark: str, text: str) -> Prompt:
-    """Return a prompt whose system message says that quoted texts are material."""
-    return (Message("system", GUARD.format(mark=mark)), Message("user", text))
 
 
 def reference_of(around: RewardContext, task: Task, setting: str, *, whole: bool = False) -> str:

@@ -43,7 +43,7 @@ def test_the_environment_asks_the_question_of_a_runs_judge(spec):
         task = ENV.task(row["index"])
         asked = LABELS.prompts(RewardContext(ENV, seed=7), task, row["answer"])[""]
         assert f"Thank you for {row['index']}." in asked[1].content
-        mark = {seed: mark_of(seed, task, row["answer"]) for seed in (7, index)}
+        mark = {seed: mark_of(seed, task.id, row["answer"]) for seed in (7, index)}
         same = [m.content.replace(mark[7], mark[index]) for m in asked]
         assert [m.content for m in spec.make().reset(spec.task(index))] == same
     assert spec.task(0).content == spec.task(1).content != spec.task(2).content, "a question's answers stay together"

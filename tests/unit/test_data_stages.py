@@ -1,6 +1,7 @@
 """Stages that ask a model (a rule behind a real server), and rejection sampling."""
 
 import json
+import re
 
 import pytest
 
@@ -68,7 +69,9 @@ def test_a_judge_keeps_what_most_of_its_votes_accept(tmp_path):
     rows, (ledger,), server = through(tmp_path, stage, records=records, rule=rule)
     assert rows[0] == records[0] | {"share": 1.0} and all(r["share"] > 0.5 for r in rows)
     assert ledger["dropped"]["no_verdict"] == 1 and ledger["dropped"]["rejected"] >= 1
-    assert ledger["counts"]["unparsed_answers"] == 10 and any("Good? p=1 a deep" in k for k in server.asked)
+    assert ledger["counts"]["unparsed_answers"] == 10 and any(
+        re.search(r"Good\? \[(material \w+)\]\\np=1 a\\n\[/\1\] \[\1\]\\ndeep\\n", k) for k in server.asked
+    )
     for wrong in ({"prompt": "no slot"}, {"prompt": "{a}", "verdict": "("}, {"prompt": "{a}", "verdict": "x"}):
         with pytest.raises(ConfigError):
             judge.JudgeFilter(**wrong)

@@ -18,7 +18,7 @@ from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
 from rolljax.evaluation.judged.items import Item
 from rolljax.evaluation.statistics import resampled_means, wilson
-from rolljax.judging.prompts import tagged
+from rolljax.judging.prompts import question_about
 from rolljax.recipes.bsa import metrics
 from rolljax.types import Message
 
@@ -113,16 +113,16 @@ class Bsa(JudgedBenchmark):
         scenario = item.row["dataset_name"]
         task, labels = _TASKS[scenario]
         known = {"question": item.row["query"], "risks": item.row["risk_summary"]}
-        safe = _ANSWER.format(parts=tagged(known | {"answer": said}))
+        safe = question_about(known | {"answer": said}, _ANSWER)
         values = " or ".join(v if v in ("true", "false") else f'"{v}"' for v in labels)
-        seen = _THINKING.format(task=task, parts=tagged(known | {"reasoning": thinking}), values=values)
+        seen = question_about(known | {"reasoning": thinking}, _THINKING, task=task, values=values)
         return (
-            Ask("answer", (Message("user", safe),), "verdict", {SAFE: SAFE, "Unsafe": "Unsafe"}),
+            Ask("answer", safe, "verdict", {SAFE: SAFE, "Unsafe": "Unsafe"}),
             Ask(
                 "thinking",
-                (Message("user", seen),),
+                seen,
                 "verdict",
-                labels | {label: label for label in labels.values()},
+                labels | {x: x for x in labels.values()},
                 None if thinking else _NO_THINKING,
             ),
         )

@@ -21,7 +21,7 @@ from rolljax.envs.text import split_thinking
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
 from rolljax.evaluation.judged.items import Item, ItemRecord
-from rolljax.judging.prompts import filled, tagged
+from rolljax.judging.prompts import filled, question_about
 from rolljax.recipes.recgpt import metrics
 from rolljax.types import Message
 
@@ -124,16 +124,10 @@ class RecGpt(JudgedBenchmark):
         return found
 
     def _asks(self, item: Item, tags: Sequence[str], before: str) -> list[Ask]:
-        parts = tagged({"history": str(item.row["history"]), "tags": ", ".join(tags)})
+        parts = {"history": str(item.row["history"]), "tags": ", ".join(tags)}
         labels = {"true": PASS, "false": "fail"}
         return [
-            Ask(
-                before + name,
-                (Message("user", _JUDGE.format(rule=rule, parts=parts)),),
-                "verdict",
-                labels,
-                None if tags else "fail",
-            )
+            Ask(before + name, question_about(parts, _JUDGE, rule=rule), "verdict", labels, None if tags else "fail")
             for name, rule in RUBRIC.items()
         ]
 

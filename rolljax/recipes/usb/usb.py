@@ -21,7 +21,7 @@ from rolljax.envs.text import split_thinking
 from rolljax.errors import ConfigError, DataError
 from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
 from rolljax.evaluation.judged.items import Item, ItemRecord
-from rolljax.judging.prompts import tagged
+from rolljax.judging.prompts import question_about
 from rolljax.recipes.usb import metrics
 from rolljax.types import Message
 
@@ -114,7 +114,7 @@ class Usb(JudgedBenchmark):
             labels, known, prompt = {"0": "0", "1": "1"}, None if said else "1", _REFUSED
         else:
             labels, known, prompt = {label: label for label in "123"}, None if said else REFUSAL, _HARM
-        return (Ask("label", (Message("user", prompt.format(parts=tagged(parts))),), "label", labels, known),)
+        return (Ask("label", question_about(parts, prompt), "label", labels, known),)
 
     def facts(self, item: Item, answer: str) -> Mapping[str, Any]:
         return {"empty": not split_thinking(answer)[1]}
