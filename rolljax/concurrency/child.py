@@ -316,7 +316,9 @@ class Child:
         with contextlib.suppress(OSError):
             self._stdin.close()
         end = time.monotonic() + grace_s
-        while self.alive and time.monotonic() < end:
+        while self.alive:
+            if time.monotonic() >= end:
+                kill_group(self.pid)
             yield _STEP_S
             self._move()
             self._pipe.lines.clear()
@@ -403,12 +405,13 @@ def answer_messages(reply: Callable[[Any], Any]) -> None:
             replies.flush()
 
 
-def kill_group(pid: int) -> None:
-    """Kill a process and its process group; a process that leads no group alone."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(pid, signal.SIGKILL)
-            return
+def kill_group(pid: int) -> bool:
+    """Kill the process group that a process leads, if there is one; return whether there was."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        return False
+    return True
 
 
 def pickled(value: Any) -> str:

@@ -110,7 +110,7 @@ class ForkServer:
         end = time.monotonic() + END_S
         while (pids := {*self._children, *_children()}) and time.monotonic() < end:
             for pid in pids:  # what a worker left behind becomes ours when the worker is gone: look again
-                kill_group(pid)
+                _kill(pid)
             time.sleep(0.005)
             self._reap()
 
@@ -132,7 +132,7 @@ class ForkServer:
         else:
             for child in self._children.values():
                 if child.generation == generation:
-                    kill_group(child.pid)
+                    _kill(child.pid)
         return True
 
     def _fork(self, generation: int, sock: socket.socket) -> None:
@@ -192,7 +192,7 @@ class ForkServer:
                 return
             pid = ended.si_pid
             if pid in self._children:
-                kill_group(pid)  # what it started: its process group is still its own
+                _kill(pid)  # what it started: its process group is still its own
             _, status = os.waitpid(pid, 0)
             child = self._children.pop(pid, None)
             if child is None:
@@ -238,6 +238,13 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _kill(pid: int) -> None:
+    """Kill a worker and its process group; a process that leads no group alone."""
+    if not kill_group(pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:
