@@ -39,7 +39,7 @@ MAX_TOOL_TURNS = 8
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.chat", description="Chat with a model in a terminal.")
     parser.add_argument(
         "model", metavar="RUN|HF_DIR", help="run folder (its newest checkpoint, or --step), or Hugging Face folder"
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 
@@ -115,15 +115,15 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def is_run(path: str) -> bool:
-    """Whether a folder is a run folder."""
+    """Return whether a folder is a run folder."""
     return (Path(path) / "config.gin").is_file()
 
 
 def open_env(name: str | None) -> tuple[EnvSpec, ToolEpisode] | None:
-    """An environment with its tools open.
+    """Open an environment with its tools.
 
     Raises:
-      ConfigError: it has none.
+      ConfigError: the environment has no tools.
     """
     if name is None:
         return None
@@ -167,7 +167,7 @@ class ChatSession:
         self._answers = 0
 
     def run(self) -> None:
-        """Until the end of input."""
+        """Chat until the end of input."""
         self._say("Ctrl-D ends, Ctrl-C ends an answer, /help shows commands; the first answer takes a while to compile")
         while (line := self._ask()) is not None:
             if line.startswith("/"):
@@ -176,7 +176,7 @@ class ChatSession:
                 self._converse(line)
 
     def _opened(self) -> list[Message]:
-        """What stands before the first message: the system text given, and what tells of the tools."""
+        """Return the messages before the user's first: the given system text, and the description of the tools."""
         from rolljax.types import Message
 
         opening = [Message("system", self._args.system)] if self._args.system else []
@@ -238,7 +238,7 @@ class ChatSession:
         self._answer([*opening, Message("user", line)])
 
     def _answer(self, messages: Sequence[Message]) -> None:
-        """Answers to messages, until one of them calls no tool."""
+        """Answer messages, and tool results, until an answer calls no tool."""
         for _ in range(MAX_TOOL_TURNS):
             text = self._sample(messages)
             told = self._env[1].use_tools(text) if self._env is not None and text is not None else None
@@ -305,25 +305,21 @@ class ChatSession:
 
 
 def within(value: Any, low: float, high: float) -> Any:
-    """The value, if it is within a range.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Return the value. Raise `ValueError` if it is outside a range."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
 
 
 def run_answer_tok(path: str) -> int:
-    """Most tokens of an answer in a run; 0 where the folder is none."""
+    """Return the most tokens of an answer in a run; 0 if the folder is no run."""
     from rolljax.storage.run_reader import RunReader
 
     return int(RunReader(path).resolved()["max_answer_tok"]) if is_run(path) else 0
 
 
 def probabilities(chat: Chat, sampled: Sampled) -> Any:
-    """A table of sampled tokens: each with its probability under the model, and the most likely others."""
+    """Return a table of sampled tokens: each with its probability under the model, and the most likely others."""
     import numpy as np
     from rich import box
     from rich.table import Table

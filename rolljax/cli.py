@@ -49,10 +49,10 @@ def quiet() -> None:
 
 
 def keep_compiled() -> None:
-    """Have JAX keep compiled programs for the next process, in the user's cache folder: up to `COMPILED_GIB`.
+    """Keep JAX's compiled programs for the next process, in the user's cache folder: up to `COMPILED_GIB`.
 
-    JAX's own settings go before: `JAX_COMPILATION_CACHE_DIR` moves the folder, `JAX_COMPILATION_CACHE_MAX_SIZE` (bytes)
-    bounds it, `JAX_ENABLE_COMPILATION_CACHE=false` switches it off. Where no folder can be written nothing is kept.
+    JAX's own settings take precedence: `JAX_COMPILATION_CACHE_DIR` moves the folder, `JAX_COMPILATION_CACHE_MAX_SIZE`
+    (bytes) bounds it, `JAX_ENABLE_COMPILATION_CACHE=false` switches it off. Without a writable folder nothing is kept.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder = cache / "rolljax" / "compiled" / _machine()
@@ -70,7 +70,8 @@ def keep_compiled() -> None:
 
 
 def _machine() -> str:
-    """A name for this kind of processor: machine code for one may be illegal on another that shares the folder."""
+    """Return a name for this kind of processor: machine code for one may be illegal on another that shares the
+    folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -80,7 +81,7 @@ def _machine() -> str:
 
 
 def add_config_arguments(parser: argparse._ActionsContainer, *, required: bool) -> None:
-    """`--gin FILE` and `--set 'name = value'`, both repeatable."""
+    """Add `--gin FILE` and `--set 'name = value'`, both repeatable."""
     parser.add_argument(
         "--gin",
         action="append",
@@ -98,10 +99,10 @@ TEMPLATE_HELP = "chat template of a base model: a file, or 'plain' for the texts
 
 
 def read_step(text: str | None) -> Step | None:
-    """`--step` as `Checkpoints.find` takes it.
+    """Parse `--step` into an argument of `Checkpoints.find`.
 
     Raises:
-      ConfigError: it is neither a number nor `best`.
+      ConfigError: the text is neither a number nor `best`.
     """
     from rolljax.errors import ConfigError
 

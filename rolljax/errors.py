@@ -56,7 +56,7 @@ class ConfigError(RolljaxError, ValueError):
         super().__init__(message)
 
     def located_at(self, where: str) -> ConfigError:
-        """This error, its `where` filled in unless it has one."""
+        """Fill in `where` unless this error has one, and return the error."""
         self.where = self.where or where
         return self
 

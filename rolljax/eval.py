@@ -42,7 +42,7 @@ SHOWN = 3
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.eval", description="Evaluate a model on tasks.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its newest checkpoint (or --step) and its config")
@@ -109,7 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compared(args: argparse.Namespace) -> str:
-    """What `--compare` prints."""
+    """Return the output of `--compare`."""
     from rolljax.evaluation import answers, report
     from rolljax.evaluation.settings import Attempts
 
@@ -190,11 +190,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def read_recipe(args: argparse.Namespace, config: list[Loaded[Recipe]]) -> Recipe:
-    """The recipe of a run, or the one given with `--gin`, around a model folder if there is one. Where `--env` says the
-    tasks, what a run's policy needs is enough.
+    """Return the recipe of a run, or the one given with `--gin`, with a model folder if there is one. If `--env` names
+    the tasks, the settings of a run's policy suffice.
 
     Args:
-      config: takes what was loaded, which knows the file and line of a setting.
+      config: receives the loaded config, which knows the file and line of a setting.
     """
     from rolljax.storage.run_reader import RunReader
 
@@ -209,11 +209,11 @@ def read_recipe(args: argparse.Namespace, config: list[Loaded[Recipe]]) -> Recip
 
 
 def recipe_of_run(run: str | Path, config: list[Loaded[Recipe]] | None = None, *, others: bool = False) -> Recipe:
-    """The recipe of a run, from its folder.
+    """Return the recipe of a run, from its folder.
 
     Args:
-      config: see `read_recipe`. others: tasks of other environments are asked: where the run's own is not here, its
-        policy's settings will do.
+      config: see `read_recipe`. others: the tasks are those of other environments; if the run's own cannot be imported,
+        its policy's settings suffice.
     """
     from rolljax.run.policy import policy_recipe
     from rolljax.storage.run_reader import RunReader
@@ -231,8 +231,8 @@ def recipe_of_run(run: str | Path, config: list[Loaded[Recipe]] | None = None, *
 
 
 def own_settings(run: str | Path, spec: EnvSpec) -> str:
-    """A notice that an environment named for an evaluation has other settings than the run's of the same class; empty
-    if that is not so."""
+    """Return a notice if an environment named for an evaluation has other settings than the run's of the same class;
+    empty if not."""
     from rolljax.config.check import full_name
     from rolljax.config.resolved import flatten
     from rolljax.storage.run_reader import RunReader
@@ -319,7 +319,7 @@ def evaluate(
 
 
 def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
-    """What `--benchmark` asks for."""
+    """Run the evaluation of `--benchmark`."""
     from rolljax.chat_models.client import EndpointConfig
     from rolljax.config import loader
     from rolljax.evaluation.judged.base import JudgedEvaluation
@@ -356,12 +356,12 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
 
 
 def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes: Mapping[str, Any]) -> list[Benchmark]:
-    """The tasks of environments, or else of the recipe.
+    """Return the tasks of environments, or else of the recipe.
 
     An environment of the recipe's own name gives held-out tasks, as the model may have been trained on the others.
 
     Args:
-      changes: fields of `Benchmark` over what follows from the recipe.
+      changes: fields of `Benchmark` that override the recipe's.
     """
     from rolljax.envs.catalog import make_spec
     from rolljax.evaluation.settings import Benchmark
@@ -382,7 +382,7 @@ def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes:
 
 
 def open_endpoint(endpoint: EndpointConfig | str, key: str) -> EvaluatedModel:
-    """The model behind a server."""
+    """Return the model behind a server."""
     from rolljax.chat_models.client import EndpointConfig
     from rolljax.evaluation.endpoint import EndpointModel
 
@@ -399,7 +399,7 @@ def open_local(
     dtype: Dtype | None,
     chat_template: str | None,
 ) -> EvaluatedModel:
-    """A run's model, or that of a folder, its weights loaded."""
+    """Load a run's model, or a folder's."""
     from rolljax.evaluation import models
 
     if recipe is None:
@@ -417,7 +417,7 @@ def open_local(
 
 
 def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
-    """How every task is tried."""
+    """Return how every task is attempted."""
     from rolljax.evaluation.settings import Attempts
 
     try:
@@ -442,10 +442,10 @@ def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
 
 
 def read_weights(given: Sequence[str]) -> dict[str, float]:
-    """`--weight` as names and numbers.
+    """Parse `--weight` into names and numbers.
 
     Raises:
-      ConfigError: one is no name with a number.
+      ConfigError: a text is no name with a number.
     """
     found = {}
     for text in given:
@@ -460,7 +460,7 @@ def read_weights(given: Sequence[str]) -> dict[str, float]:
 
 
 def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
-    """The server that the options name, if they name one."""
+    """Return the server in the options, or None."""
     if not args.endpoint:
         return None
     from rolljax.chat_models.client import EndpointConfig
@@ -479,10 +479,10 @@ def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
 
 
 def read_request(text: str | None) -> dict[str, Any]:
-    """`--request` as fields.
+    """Parse `--request` into fields.
 
     Raises:
-      ConfigError: it is no JSON object.
+      ConfigError: the text is no JSON object.
     """
     try:
         fields = json.loads(text or "{}")

@@ -34,7 +34,7 @@ WIDTH = 200
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m rolljax.plan", description="Compile a recipe's programs for a TPU."
     )
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def devices(recipe: Recipe, topology: str, sampler_topology: str | None) -> list[jax.Device]:
-    """The devices of a slice, and behind them those of the sampler's own, if it has one.
+    """Return the devices of a slice, followed by the sampler's own slice if it has one.
 
     Raises:
       ConfigError: the slices are not the shares of `Recipe.placement`.
@@ -153,7 +153,7 @@ class Plan:
         return Transfer.of(way, self.chip, one_slice=self.sampler_topology is None) if way else None
 
     def step_s(self, phase: str, times: Mapping[str, float]) -> float:
-        """Seconds of a step: on devices of their own both sides of an asynchronous phase work at once."""
+        """Return the seconds of a step: on separate devices both sides of an asynchronous phase work at once."""
         ratio = next(p.async_ratio for p in self.resolved.recipe.phases if p.name == phase)
         if self.transfer is None or not ratio:
             return sum(times.values())
@@ -161,7 +161,7 @@ class Plan:
 
 
 def to_json(found: Plan) -> dict[str, Any]:
-    """Everything that was found, and what it rests on."""
+    """Return all results and their assumptions as a JSON value."""
     import jax
 
     resolved, chip, reports = found.resolved, found.chip, found.reports
@@ -211,11 +211,11 @@ def timings(found: Plan, steps: Mapping[str, Mapping[str, float]]) -> dict[str, 
 def step_times(
     resolved: ResolvedRecipe, reports: list[ProgramReport], transfer: Transfer | None = None
 ) -> dict[str, dict[str, float]]:
-    """Seconds of the parts of a step at best, by phase: rollout, training, publish.
+    """Estimate the best seconds of the parts of a step, by phase: rollout, training, publish.
 
-    transfer: between the two programs of a publish, on devices of their own; `async_ratio` then fills the slots with
-    answers of later steps. Every answer is taken to be of full length; prefill is not counted, as nothing is known of
-    prompts. Phases that do not sample, and those of which a program is not among the reports, are left out.
+    transfer: between the two programs of a publish, on separate devices; `async_ratio` then fills the slots with
+    answers of later steps. Every answer counts at full length; prefill is not counted, as nothing is known of prompts.
+    Phases that do not sample, and phases without a report for one of their programs, are left out.
     """
     seconds = {r.program: r.time.step_s for r in reports if r.time}
     recipe, found = resolved.recipe, {}
@@ -242,7 +242,7 @@ def step_times(
 
 
 def show(found: Plan) -> None:
-    """The report, on stdout."""
+    """Print the report on stdout."""
     from rich.console import Console
 
     resolved, chip, reports = found.resolved, found.chip, found.reports
@@ -370,7 +370,7 @@ def _collectives(report: ProgramReport, most: int = 12) -> Any:
 
 
 def next_settings(resolved: ResolvedRecipe, report: ProgramReport) -> list[str]:
-    """What to change so that a program fits, the likeliest first."""
+    """Return the settings to change so that a program fits, the likeliest first."""
     from rolljax.run import memory
 
     found = report.memory

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.play", description="Play an environment in the terminal.")
     parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum#3, module.Class, ...")
     parser.add_argument("--task", type=int, metavar="N", help="index of the task (default: the one behind #, or 0)")
@@ -33,7 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def what_to_type(env: Env) -> str:
-    """One line for the player, with an action for an example where the environment knows one that tells nothing."""
+    """Return a line of instructions, with an example action if the environment has one that gives nothing away."""
     from rolljax.envs.checks import HasRandomAction
 
     example = f", such as {env.random_action(random.Random(0))!r}" if isinstance(env, HasRandomAction) else ""
@@ -73,7 +73,7 @@ def what_to_type(env: Env) -> str:
 
 
 def play(console: Any, env: Env, max_turns: int, reference: bool) -> str:
-    """Turns until the episode or the input ends; returns how it ended."""
+    """Play turns until the episode or the input ends; return how it ended."""
     reward, solved = 0.0, False
     for turn in range(1, max_turns + 1):
         action = env.reference_answer() if reference else ask(console)
@@ -93,7 +93,7 @@ def play(console: Any, env: Env, max_turns: int, reference: bool) -> str:
 
 
 def ask(console: Any) -> str | None:
-    """A line from the player; None at the end of input."""
+    """Read a line from the player; None at the end of input."""
     try:
         return console.input("> ")
     except EOFError:

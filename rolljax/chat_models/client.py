@@ -124,7 +124,7 @@ class Endpoint:
             self._open = None
 
     def counts(self) -> Mapping[str, int]:
-        """`requests` that were sent; `answers`; every fault under its kind."""
+        """Return the number of `requests` sent, of `answers`, and of every kind of fault."""
         return self._counts
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
@@ -160,10 +160,10 @@ class Endpoint:
         raise InfraError(f"no answer after {self.cfg.retries + 1} requests; the last one: {detail}", stage="endpoint")
 
     async def _ask(self, http: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
-        """One request.
+        """Send one request.
 
         Raises:
-          _Passing: a fault of the server. InfraError: it refuses the request. ChatTooLong.
+          _Passing: a fault of the server. InfraError: the server refuses the request. ChatTooLong.
         """
         start_s = time.monotonic()
         self._counts["requests"] += 1

@@ -129,7 +129,7 @@ def _typed(value: Any, kind: type, name: str) -> Any:
 
 
 def _given(value: Any, kind: type, name: str) -> Any:
-    """The value of a field that may be missing or null: then an empty one."""
+    """Return the value of a field; an empty one if it is missing or null."""
     return kind() if value is None else _typed(value, kind, name)
 
 

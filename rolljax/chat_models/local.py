@@ -175,10 +175,10 @@ class SamplerChat:
         return ChatAnswer(text, "stop" if done.finish_reason == "stop" else "length", len(done.tokens))
 
     def _prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """Ids of a conversation up to where the model begins to write.
+        """Return the ids of a conversation with the header of the model's answer.
 
         Raises:
-          ChatTooLong: they leave no room for an answer. InfraError: the chat template refuses it.
+          ChatTooLong: the messages leave no room for an answer. InfraError: the chat template refuses the conversation.
         """
         context = self._max_context
         if self._chat.vocabulary.exceeds("".join(m.content for m in messages), context):
@@ -192,7 +192,7 @@ class SamplerChat:
         return ids
 
     def counts(self) -> Mapping[str, int]:
-        """Requests, answers, and refusals of the sampler."""
+        """Return the number of requests, answers, and refusals of the sampler."""
         return self._counts
 
     async def close(self) -> None:

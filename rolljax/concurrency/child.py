@@ -393,8 +393,8 @@ class Child:
 
 
 def answer_messages(reply: Callable[[Any], Any]) -> None:
-    """In a child: answer each message (`Child.ask`) until the input ends. What libraries print, and processes that they
-    start, goes to standard error."""
+    """Answer, in a child, each message (`Child.ask`) until the input ends. The output of libraries and of started
+    processes goes to standard error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -475,7 +475,7 @@ class _Guard:
                 process.stdin.write(b"%d %g\n" % (pid, survives_s))
 
     def _forget(self) -> None:
-        """In a process that was just forked: the guard is its parent's, and must see the parent's end."""
+        """Close the guard in a forked process: it is the parent's, and must notice the parent's end."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.returncode = 0

@@ -241,7 +241,7 @@ class Follower(_Member):
         self._inbox.put((FAILED, text))
 
     def ask_to_stop(self) -> None:
-        """Have the leader end the run after this step."""
+        """Ask the leader to end the run after this step."""
         self._say(STOP)
 
     def share(self, name: str, own: T, calls: Collection[str]) -> T:
@@ -346,7 +346,7 @@ def connect(address: tuple[str, int], key: bytes, process: int) -> Connection:
 
 
 def _without_delay(connection: Connection) -> Connection:
-    """Small messages are sent at once; those of a turn would otherwise wait for the last one's receipt."""
+    """Send small messages at once; by default those of a turn would wait for the receipt of the last one."""
     with socket.socket(fileno=os.dup(connection.fileno())) as s:
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -44,7 +44,7 @@ class Sleeper(Protocol):
         value stays the same until one of them has changed. Called from another thread."""
 
     def wake(self) -> None:
-        """Have the threads look for work. Harmless for threads that are awake."""
+        """Make the threads look for work. Harmless for threads that are awake."""
 
 
 class Inbox(Generic[T]):
@@ -93,7 +93,7 @@ class Inbox(Generic[T]):
             return None
 
     def wake(self) -> None:
-        """Have every thread that waits look again."""
+        """Make every waiting thread look again."""
         with self._filled:
             self._filled.notify_all()
 

@@ -29,7 +29,7 @@ class Mismatch(Exception):
 
 
 def nearest(name: str, valid: Iterable[str], label: str = "valid") -> str:
-    """A remedy: the nearest valid name, then all of them."""
+    """Return a remedy: the nearest valid name, then all of them."""
     names = sorted(set(valid))
     found = near(name, names)
     listed = f"{label}: {', '.join(names)}" if names else ""
@@ -37,7 +37,7 @@ def nearest(name: str, valid: Iterable[str], label: str = "valid") -> str:
 
 
 def near(name: str, valid: Iterable[str]) -> str:
-    """The valid name that was meant; empty if none is like it."""
+    """Return the valid name that was probably meant; empty if none is similar."""
     names = sorted(set(valid))
     found = difflib.get_close_matches(name, names, 1, 0.6) or [n for n in names if n.lower() == name.lower()]
     return found[0] if found else ""
@@ -48,7 +48,8 @@ def near(name: str, valid: Iterable[str]) -> str:
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Annotation of each field, strings resolved. One that cannot be resolved here (TYPE_CHECKING imports) is Any."""
+    """Return the annotation of each field, strings resolved; `Any` for one that cannot be resolved here (TYPE_CHECKING
+    imports)."""
     found = {}
     for field in dataclasses.fields(cls):
         owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
@@ -61,7 +62,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def classes_in(tp: Any) -> Iterator[type]:
-    """The dataclasses an annotation mentions, at any depth."""
+    """Yield the dataclasses in an annotation, at any depth."""
     if isinstance(tp, type) and dataclasses.is_dataclass(tp):
         yield tp
     for arg in typing.get_args(tp):
@@ -69,7 +70,7 @@ def classes_in(tp: Any) -> Iterator[type]:
 
 
 def describe(tp: Any) -> str:
-    """An annotation as a user would say it."""
+    """Describe an annotation for users."""
     origin, args = typing.get_origin(tp), typing.get_args(tp)
     if tp in (None, _NONE_TYPE):
         return "None"
@@ -86,7 +87,8 @@ def describe(tp: Any) -> str:
 
 
 def fit(value: Any, tp: Any) -> Any:
-    """`value` as the annotation `tp` wants it (list -> tuple, int -> float, str -> Path), else `Mismatch`."""
+    """Return `value` converted to the annotation `tp` (list -> tuple, int -> float, str -> Path), or raise
+    `Mismatch`."""
     origin, args = typing.get_origin(tp), typing.get_args(tp)
     if isinstance(tp, typing.NewType):
         return fit(value, tp.__supertype__)
@@ -115,7 +117,7 @@ def fit(value: Any, tp: Any) -> Any:
 
 
 def _fit_union(value: Any, tp: Any, arms: tuple[Any, ...]) -> Any:
-    """The first arm that takes the value as it is, else the first that takes it converted."""
+    """Return the value as the first arm takes it unchanged, else as the first takes it converted."""
     converted, remedies = [], []
     for arm in arms:
         try:
@@ -181,7 +183,7 @@ def _fit_item(which: str, value: Any, tp: Any) -> Any:
 
 
 def _fit_class(value: Any, tp: Any) -> Any:
-    """Classes by isinstance, protocols by their public members, anything else is not checked."""
+    """Check classes by isinstance and protocols by their public members; accept anything else."""
     if not isinstance(tp, type) or tp in (object, Any) or typing.is_typeddict(tp):
         return value
     if getattr(tp, "_is_protocol", False):
@@ -204,7 +206,7 @@ def _fit_class(value: Any, tp: Any) -> Any:
 
 
 def _members(protocol: type) -> list[str]:
-    """Public attributes and methods a Protocol asks for."""
+    """Return the public attributes and methods of a Protocol."""
     names: set[str] = set()
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False):
@@ -213,5 +215,5 @@ def _members(protocol: type) -> list[str]:
 
 
 def full_name(obj: Any) -> str:
-    """`package.module.Class`, as resolved configs and error texts name a class or function."""
+    """Return `package.module.Class`, the name of a class or function in resolved configs and error texts."""
     return f"{obj.__module__}.{obj.__qualname__}"

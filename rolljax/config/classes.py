@@ -18,18 +18,18 @@ from rolljax.errors import ConfigError, boundary
 
 
 def is_config(cls: Any) -> bool:
-    """Whether `cls` is a frozen dataclass that its fields construct."""
+    """Return whether `cls` is a frozen dataclass that its fields construct."""
     params = getattr(cls, "__dataclass_params__", None) if isinstance(cls, type) else None
     return params is not None and params.frozen and params.init
 
 
 def fields(cls: type) -> dict[str, dataclasses.Field]:
-    """The fields that can be set, by name."""
+    """Return the fields that can be set, by name."""
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
 def default(field: dataclasses.Field) -> Any:
-    """The field's default, a fresh one from its factory, or `dataclasses.MISSING`."""
+    """Return the field's default, a new one from its factory, or `dataclasses.MISSING`."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
@@ -46,7 +46,7 @@ def default_classes(cls: type) -> list[type]:
 
 
 def mentioned_classes(cls: type) -> list[type]:
-    """The config classes that the annotations of a class name."""
+    """Return the config classes in the annotations of a class."""
     return [c for tp in check.hints(cls).values() for c in check.classes_in(tp) if is_config(c)]
 
 
@@ -116,7 +116,7 @@ def _modules_beside(classes: Iterable[type]) -> list[str]:
 
 
 def _classes_in(module: str) -> list[str]:
-    """Names of the classes that a module's source defines."""
+    """Return the names of the classes that a module's source defines."""
     spec = importlib.util.find_spec(module)
     source = Path(spec.origin) if spec and spec.origin else None
     return re.findall(r"^class (\w+)[:(]", source.read_text(encoding="utf-8"), re.MULTILINE) if source else []

@@ -34,7 +34,7 @@ def include_path(path: str, name: str) -> str:
 
 
 def read(path: str, included_at: str) -> str:
-    """The text of a gin file. Raises `ConfigError`, which names the file:line that includes it, if there is one."""
+    """Return the text of a gin file. Raise `ConfigError` with the file:line that includes it, if there is one."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -197,7 +197,8 @@ def foreign(name: str, fields: Collection[str], where: str) -> ConfigError | Non
 
 
 def _same(theirs: str, ours: str, typed: str, fields: Collection[str]) -> bool:
-    """Whether a typed name is theirs: one of the two paths ends with the other, and it is not one of ours, misspelt."""
+    """Return whether a typed name is the other framework's: one path ends with the other, and it is not a misspelling
+    of ours."""
     head, _, last = typed.rpartition("/")[2].rpartition(".")
     if last in fields and "." not in theirs:
         if head:

@@ -49,7 +49,8 @@ class Loaded(Generic[T]):
     """Origin of a setting ("Class.field"): file:line, --set text, or default."""
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
+        """Return the error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or
+        default."""
         return error.located_at(self.where(error.setting))
 
 
@@ -77,16 +78,16 @@ def load(
 
 
 def given(root: T, settings: Mapping[str, object] | None = None) -> Loaded[T]:
-    """A tree of frozen dataclasses, which a program built in Python, as a config, with settings over its fields.
+    """Return a tree of frozen dataclasses, built in Python, as a config, with settings over its fields.
 
-    Values that do not fit their annotations are refused, and a list is taken for a tuple and an int for a float where
-    the annotation says so, as in a gin file. An object that nothing changes stays the same object.
+    Values that do not fit their annotations are refused. Lists become tuples and ints floats where the annotation says
+    so, as in a gin file. An object without changes stays the same object.
 
     Args:
-      settings: `Class.field` -> value: of every object of that class in the tree, as in a gin file without scopes.
+      settings: `Class.field` -> value: for every object of that class in the tree, as in a gin file without scopes.
 
     Raises:
-      ConfigError: a value that does not fit, or a setting that no object of the tree has.
+      ConfigError: a value does not fit, or no object of the tree has a setting.
     """
     source = Bindings(type(root), root)
     source.take_settings(settings or {})
@@ -138,7 +139,7 @@ class _Build:
             raise
 
     def _value(self, cls: type, name: str, scope: str | None, base: Any) -> Any:
-        """The value of one field: bound, or of the object that stands as a default, or the field's default."""
+        """Return the value of one field: bound, or of the default object, or the field's default."""
         field, setting = fields(cls)[name], f"{cls.__name__}.{name}"
         bound = self._matches(cls, name, scope)
         if bound:
@@ -162,7 +163,7 @@ class _Build:
             raise ConfigError(str(e), setting=setting, value=value, remedy=remedy) from None
 
     def _followed(self, binding: Binding, scope: str | None) -> Any:
-        """The value of a binding in a scope, with the objects and macros that it refers to."""
+        """Return the value of a binding in a scope, with its references to objects and macros resolved."""
         if (binding, scope) in self.followed:
             names = [b.name for b, _ in self.followed[self.followed.index((binding, scope)) :]]
             raise ConfigError(
@@ -190,7 +191,7 @@ class _Build:
     # -- where things come from
 
     def _matches(self, cls: type, name: str, scope: str | None) -> list[Binding]:
-        """Bindings that apply in a scope, the widest first."""
+        """Return the bindings that apply in a scope, the widest first."""
         if scope is None:
             return []
         around = [scope[:i] for i, c in enumerate(scope) if c == "/"]
@@ -205,7 +206,8 @@ class _Build:
             self.shadows.setdefault(b, []).append(taken)
 
     def where(self, setting: str, scope: str = "") -> str:
-        """Origin of "Class.field" or "Class": the binding that applies in `scope`, else those in use, else default."""
+        """Return the origin of "Class.field" or "Class": the binding that applies in `scope`, else the bindings in use,
+        else default."""
         within, _, path = setting.rpartition("/")
         path, _, field = path.rpartition(".")
         classes = [cls for cls in self.source.known() if f".{check.full_name(cls)}".endswith(f".{path or field}")]
@@ -223,7 +225,7 @@ class _Build:
         return f"default of {what}" if self.source.given is None else ""
 
     def _asked_for(self, cls: type, scope: str) -> str:
-        """Where an object of `cls` comes from: the reference that builds it, else its first binding."""
+        """Return where an object of `cls` comes from: the reference that builds it, else its first binding."""
         refs = [
             (ref.scope != scope, b)
             for b in self.source.live.values()
@@ -239,7 +241,8 @@ class _Build:
     # -- what was read
 
     def _check_all_read(self) -> None:
-        """Every live binding reached an object. One whose object a later file or setting took away is let pass."""
+        """Check that every live binding reached an object. Bindings whose object a later file or setting removed are
+        exempt."""
         for b in self.source.live.values():
             if b.cls and b not in (self.read if b.layer else self.used) and not self._taken_away(b):
                 raise self._unread(b)
@@ -269,12 +272,12 @@ class _Build:
         return ConfigError(message, setting=b.name, value=b.value, remedy=remedy, where=b.where)
 
     def _taken_away(self, b: Binding) -> bool:
-        """Whether a later file or setting overrode the value whose object `b` was written for."""
+        """Return whether a later file or setting overrode the value with the object for which `b` was written."""
         later = [old for old, new in self.source.overridden if b.layer and b.order < new.order and b.layer != new.layer]
         return b.cls in self._classes_below(later)
 
     def _classes_below(self, value: Any) -> set[type]:
-        """Classes of the objects that a value stands for, at any depth."""
+        """Return the classes of the objects in a value, at any depth."""
         found: set[type] = set()
         todo = [value]
         while todo:
@@ -290,7 +293,7 @@ class _Build:
         return found
 
     def _macros(self, bindings: Iterable[Binding]) -> set[str]:
-        """Macros that bindings read, also through other macros."""
+        """Return the macros that bindings read, also through other macros."""
         found: set[str] = set()
         todo = [b.value for b in bindings]
         while todo:
@@ -302,7 +305,7 @@ class _Build:
     # -- the operative file
 
     def _is_text(self) -> bool:
-        """Whether all values that were read can be written as they were given: none is an object of Python."""
+        """Return whether all values that were read can be written as given: none is a Python object."""
         if self.source.given is not None:
             return False
         kept = (Ref, Macro)
@@ -310,7 +313,7 @@ class _Build:
         return all(map(objects.is_literal, given))
 
     def _operative(self) -> str:
-        """The bindings that were read and the imports they need, as one gin file."""
+        """Return the bindings that were read and the imports they need, as one gin file."""
         bindings = sorted(self.read, key=lambda b: (*self._home(b.cls), b.scope, b.order))
         macros = [self.source.live[None, "", name] for name in sorted(self._macros(bindings))]
         refs = [ref.obj for b in (*macros, *bindings) for ref in leaves(b.value, Ref)]
@@ -351,7 +354,7 @@ def _is_object(leaf: object) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values hold the very same leaves."""
+    """Return whether two values hold identical leaves."""
     if type(a) is not type(b):
         return False
     if type(a) in (list, tuple):

@@ -24,12 +24,12 @@ _SCALARS = (bool, int, float, str)
 
 
 def gin_text(root: object) -> str:
-    """A gin file whose root is equal to `root`, a frozen dataclass, as far as its parts can be named."""
+    """Return a gin file whose root equals `root`, a frozen dataclass, as far as its parts can be named."""
     return _Writer(root).text()
 
 
 def is_literal(value: object) -> bool:
-    """Whether gin can write a value as it is: a number, text, None, a path, or lists, tuples and dicts of them."""
+    """Return whether gin can write a value: a number, text, None, a path, or lists, tuples and dicts of them."""
     if type(value) in (list, tuple):
         return all(map(is_literal, value))  # type: ignore[call-overload]
     if type(value) is dict:
@@ -38,14 +38,14 @@ def is_literal(value: object) -> bool:
 
 
 def literal(value: object) -> str:
-    """A literal as gin text."""
+    """Return a literal as gin text."""
     if isinstance(value, pathlib.PurePath):
         return repr(str(value))
     return repr(value).replace("inf", "1e999") if isinstance(value, float) else repr(value)
 
 
 def is_importable(value: object) -> bool:
-    """Whether a class or function is found where it says that it stands; `__main__` counts, in this process."""
+    """Return whether a class or function can be imported by its own name; `__main__` counts, in this process."""
     found: object = sys.modules.get(getattr(value, "__module__", None) or "")
     for part in getattr(value, "__qualname__", "<none>").split("."):
         found = getattr(found, part, None)
@@ -53,14 +53,14 @@ def is_importable(value: object) -> bool:
 
 
 def symbols(modules: Iterable[str]) -> dict[str, str]:
-    """Each module with the name it gets in a file: the last part of its path, or all of it where two share that."""
+    """Return the name of each module in a file: the last part of its path, or all of it where two share that."""
     names = sorted(set(modules))
     shared = Counter(module.rpartition(".")[2] for module in names)
     return {m: last if shared[last := m.rpartition(".")[2]] == 1 else m.replace(".", "_") for m in names}
 
 
 def import_lines(found: Mapping[str, str]) -> list[str]:
-    """The first lines of a file that uses these `symbols`."""
+    """Return the first lines of a file that uses these `symbols`."""
     return ["from __gin__ import dynamic_registration", *(_import_line(m, name) for m, name in found.items())]
 
 
@@ -107,7 +107,7 @@ class _Writer:
             self._collect(value)
 
     def _bindings(self, cls: type, value: object) -> list[str]:
-        """The fields of one object that are not what they are by default."""
+        """Return the fields of one object that differ from their defaults."""
         lines, before = [], self._scope(cls, value)
         for name, field in fields(cls).items():
             inner = getattr(value, name)
@@ -122,7 +122,7 @@ class _Writer:
         return REQUIRED not in self._shown(value)
 
     def _shown(self, value: object) -> str:
-        """A value as gin text."""
+        """Return a value as gin text."""
         if is_literal(value):
             return _written_literal(value)
         if _is_named_config(value):
@@ -151,22 +151,22 @@ def _label(value: object) -> object:
 
 
 def _is_named_config(value: object) -> bool:
-    """Whether a value is an object of a config class that a file can name."""
+    """Return whether a value is an object of a config class that a file can name."""
     return is_config(type(value)) and is_importable(type(value))
 
 
 def _is_named(value: object) -> bool:
-    """Whether a class or function can be written as `@module.name`."""
+    """Return whether a class or function can be written as `@module.name`."""
     return (inspect.isclass(value) or inspect.isroutine(value)) and is_importable(value)
 
 
 def _is_same(a: object, b: object) -> bool:
-    """Equal, and written in the same way: 1, 1.0 and True are not."""
+    """Return whether two values are equal and written in the same way: 1, 1.0 and True are not."""
     return a is b or (type(a) is type(b) and bool(a == b) and flatten(a) == flatten(b))
 
 
 def _written_literal(value: object) -> str:
-    """Text of a literal, whatever it holds."""
+    """Return the text of a literal, whatever it holds."""
     if type(value) in (list, tuple):
         inner = [_written_literal(item) for item in value]  # type: ignore[attr-defined]
         closed = f"({', '.join(inner)}{',' * (len(inner) == 1)})"
@@ -177,7 +177,7 @@ def _written_literal(value: object) -> str:
 
 
 def _comment(value: object) -> list[str]:
-    """What a reader should know of a value that cannot be written: what it is, and its source where there is one."""
+    """Return a comment on a value that cannot be written: its name or repr, and its source if available."""
     shown = getattr(value, "__qualname__", None) or repr(value)
     said = ["# given by the program that started the run, and to be given again:", *_commented(shown)]
     try:

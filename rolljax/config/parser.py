@@ -40,7 +40,7 @@ class Macro:
 
 
 def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """`value` with `fn` applied to every leaf of its lists, tuples and dicts."""
+    """Return `value` with `fn` applied to every leaf of its lists, tuples and dicts."""
     if type(value) in (list, tuple):
         return type(value)(map_leaves(item, fn) for item in value)
     if type(value) is dict:
@@ -49,7 +49,7 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any, kind: type[T]) -> list[T]:
-    """The leaves of `value` that are of one class."""
+    """Return the leaves of `value` that are of one class."""
     found: list[Any] = []
     map_leaves(value, found.append)
     return [leaf for leaf in found if isinstance(leaf, kind)]
@@ -73,7 +73,7 @@ def _parser(text: str) -> Any:
 
 
 def statements(text: str, path: str) -> Iterator[Any]:
-    """The statements of a file, by gin's own parser; its errors as `ConfigError`."""
+    """Yield the statements of a file, by gin's own parser; its errors become `ConfigError`."""
     parser = None
     try:
         parser = _parser(text)
@@ -94,7 +94,7 @@ def statements(text: str, path: str) -> Iterator[Any]:
 
 
 def setting_value(text: str, where: str) -> Any:
-    """A gin value; a bare word or path is a string."""
+    """Parse a gin value; a bare word or path is a string."""
     with contextlib.suppress(SyntaxError, tokenize.TokenError):
         found = list(_parser(f"value = {text}"))
         if len(found) == 1:

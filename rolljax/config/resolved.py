@@ -24,7 +24,7 @@ CLASS = "__class__"
 
 
 def flatten(value: Any, path: str = "") -> dict[str, object]:
-    """Dotted path -> JSON-able value for every field; `<path>.__class__` names the class of each dataclass."""
+    """Return dotted path -> JSON-able value for every field; `<path>.__class__` names the class of each dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         out: dict[str, object] = {_join(path, CLASS): check.full_name(type(value))}
         for field in dataclasses.fields(value):
@@ -50,7 +50,7 @@ def _holds_dataclass(value: Any) -> bool:
 
 
 def _plain(value: Any) -> object:
-    """A leaf JSON can hold: scalars as they are, containers of them, names of functions, text of the rest."""
+    """Convert a leaf to JSON: scalars unchanged, containers of them, names of functions, text of the rest."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -67,7 +67,7 @@ def _plain(value: Any) -> object:
 
 
 def diff(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """Paths of two resolved configs that differ, with both values (`ABSENT` where a side lacks the path)."""
+    """Return the paths where two resolved configs differ, with both values (`ABSENT` where a side lacks the path)."""
     pairs = [(path, old.get(path, ABSENT), new.get(path, ABSENT)) for path in dict.fromkeys((*old, *new))]
     return [(path, a, b) for path, a, b in pairs if a != b or isinstance(a, bool) != isinstance(b, bool)]
 

@@ -150,7 +150,7 @@ class Bindings:
         self._bind(context, scope, selector, field, value)
 
     def _foreign(self, name: str, selector: str, field: str, where: str) -> ConfigError | None:
-        """The error for a setting that has another framework's name, and no field of this config."""
+        """Return the error for a setting with another framework's name that is no field of this config."""
         error = foreign(name, {f for cls in self.nameable() for f in fields(cls)}, where)
         with contextlib.suppress(ConfigError):
             if error and selector and field in fields(self._find(selector, where)):
@@ -158,7 +158,7 @@ class Bindings:
         return error
 
     def check_macros(self) -> None:
-        """Every %name is defined, and every %gin.REQUIRED was set."""
+        """Check that every %name is defined, and that every %gin.REQUIRED was set."""
         macros = [b.field for b in self.live.values() if not b.cls]
         for b in self.bindings:
             for macro in leaves(b.value, Macro):
@@ -175,7 +175,8 @@ class Bindings:
                     )
 
     def known(self) -> dict[type, bool]:
-        """Classes a setting may name by the end of their path; True for those the files use or that are defaults."""
+        """Return the classes that a setting may name by the end of their path; True for classes in files and
+        defaults."""
         used = [b.cls for b in self.bindings if b.cls]
         used += [ref.obj for b in self.bindings for ref in leaves(b.value, Ref) if is_config(ref.obj)]
         in_tree = closure([self.root, *used, *map(type, objects_below(self.given))], default_classes)
@@ -205,7 +206,7 @@ class Bindings:
         symbols[statement.bound_name()] = self._symbols[statement.bound_name()] = module
 
     def _resolve(self, selector: str, symbols: Mapping[str, ModuleType], where: str) -> Any:
-        """What `module.Class` names in a file with these imports."""
+        """Return the object that `module.Class` names in a file with these imports."""
         first, *rest = selector.split(".")
         if first not in symbols:
             homes = {name: vars(module) for name, module in symbols.items()}
@@ -218,7 +219,7 @@ class Bindings:
         return self._attribute(symbols[first], rest, selector, where)
 
     def _attribute(self, module: ModuleType, path: list[str], selector: str, where: str) -> Any:
-        """The class or function at `path` in `module`; its home is remembered for the operative file."""
+        """Return the class or function at `path` in `module`; remember its module for the operative file."""
         obj, inner = module, path
         for i, part in enumerate(path):
             if not hasattr(obj, part):
@@ -279,7 +280,7 @@ class Bindings:
         )
 
     def _import_path(self, selector: str, where: str) -> Any:
-        """`package.module.Class`, importing the longest part that is a module."""
+        """Import `package.module.Class`, importing the longest part that is a module."""
         first, *path = selector.split(".")
         module = import_module(first, where)
         while len(path) > 1 and hasattr(module, "__path__"):

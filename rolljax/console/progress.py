@@ -66,7 +66,7 @@ class ProgressLines:
             self.say(line)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
 
@@ -86,11 +86,12 @@ SHOWN_FRAC = 0.05
 
 
 def waits(row: Mapping[str, float]) -> dict[str, float]:
-    """Shares of a step by what it waited for, largest first: sampler, env, host, trainer, evaluation, weights, disk.
+    """Return the fraction of a step spent waiting for each component, largest first: sampler, env, host, trainer,
+    evaluation, weights, disk.
 
-    The rollout is the sampler's if the sampler was busy for half of it or more. Else it is `env` if its slowest episode
-    spent half of the rest or more in calls of its environment (or in an agent program), and `host` if not: queues,
-    worker processes, tokenizing, rewards.
+    The rollout counts as the sampler's if the sampler was busy for half of it or more. Otherwise it counts as `env` if
+    its slowest episode spent half of the rest or more in calls of its environment (or in an agent program), else as
+    `host`: queues, worker processes, tokenizing, rewards.
     """
     rollout = row.get("time/rollout_s", 0.0)
     busy = sum(row.get(name, 0.0) for name in OF_SAMPLER)
@@ -105,19 +106,19 @@ def waits(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def bottleneck(row: Mapping[str, float]) -> str:
-    """What the step waited for longest, and its share."""
+    """Return the component that the step waited for longest, and its fraction."""
     word, share = next(iter(waits(row).items()))
     return f"{word} {share:.0%}"
 
 
 def judged_by(row: Mapping[str, float]) -> tuple[str, str]:
-    """A word and the metric that a step is judged by: the loss in a supervised phase, where the reward is that of the
-    reference answers."""
+    """Return a name and the metric by which a step is judged: the loss in a supervised phase, where the reward is that
+    of the reference answers."""
     return ("reward", "reward/mean") if "tput/sample_tok_s" in row else ("loss", "loss/total")
 
 
 def headline(row: Mapping[str, float], before: Mapping[str, float] | None = None) -> str:
-    """The number that a step is judged by, and how it differs from the step before."""
+    """Return the number by which a step is judged, and its change since the previous step."""
     name, key = judged_by(row)
     value = row.get(key, 0.0)
     change = f" ({value - before[key]:+.3f})" if before and key in before else ""
@@ -125,10 +126,10 @@ def headline(row: Mapping[str, float], before: Mapping[str, float] | None = None
 
 
 def step_line(phase: str, row: Mapping[str, float], num_steps: int, before: Mapping[str, float] | None = None) -> str:
-    """One line for one step: what was reached, how, and what it waited for.
+    """Return one line for one step: its result, its sizes, and its waits.
 
     Args:
-      before: the row of the step before, of the same phase.
+      before: the row of the previous step, of the same phase.
     """
     parts = [f"{phase} {int(row.get('phase_step', 0))}/{num_steps}", headline(row, before)]
     if "heldout/reward_mean" in row:
@@ -146,7 +147,7 @@ def step_line(phase: str, row: Mapping[str, float], num_steps: int, before: Mapp
 
 
 def faults(row: Mapping[str, float], owners: Sequence[str] = OWNERS) -> str:
-    """Trajectories of a step that did not end as they should, by whose doing that was; empty if all did."""
+    """Return the number of failed trajectories of a step by fault owner; empty if there are none."""
     found = {owner: int(row.get(f"faults/{owner}_n", 0)) for owner in owners}
     return ", ".join(f"{owner} {n}" for owner, n in found.items() if n)
 
@@ -174,16 +175,16 @@ class Console:
         return self._rich.is_terminal
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if not self._quiet:
             self._rich.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A line that stays and is to be seen."""
+        """Print a permanent, highlighted line."""
         self._rich.print(f"notice: {text}", markup=False, emoji=False, soft_wrap=True, style="bold yellow")
 
     def start_phase(self, name: str, steps: int, done: int) -> None:
-        """A phase of `steps` steps begins, `done` of them already behind it."""
+        """Start a phase of `steps` steps, `done` of them already complete."""
         self.end_phase()
         self._phase, self._steps, self._first, self._before = name, steps, None, None
         self._samples, self._doing = (), "compiling"
@@ -197,11 +198,11 @@ class Console:
             self.say(f"{name}: {steps} steps" + (f", continuing after {done}" if done else "") + " (compiling)")
 
     def answers(self, samples: Sequence[str]) -> None:
-        """The best and the worst answer of the newest step, a line each, safe to show."""
+        """Show the best and the worst answer of the newest step, a line each, safe to print."""
         self._samples = samples
 
     def step(self, row: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Show a completed step."""
         line = step_line(self._phase, row, self._steps, self._before)
         eta = self._eta(row)
         with self._lock:
@@ -221,11 +222,11 @@ class Console:
         return f"ETA {duration(left * (now - start_s) / max(step - first, 1))}"
 
     def wait(self, what: str) -> None:
-        """Something that takes a while begins."""
+        """Show the start of a long operation."""
         self._doing = what
 
     def waiting(self, text: str) -> None:
-        """Nothing has moved for a while (`watchdog.Watchdog`); called from another thread."""
+        """Show that nothing has moved for a while (`watchdog.Watchdog`). Thread-safe."""
         if self._live is not None:
             self._doing = text
         else:
@@ -259,7 +260,7 @@ class Console:
 
 
 def panel_rows(row: Mapping[str, float], curve: Sequence[float], samples: Sequence[str]) -> list[tuple[str, str]]:
-    """What the panel says of the newest step, a name and a text each.
+    """Return the panel's rows for the newest step, a name and a text each.
 
     Args:
       curve: rewards (losses) of the steps up to it. samples: its best and its worst answer, a line each.

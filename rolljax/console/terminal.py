@@ -37,7 +37,7 @@ class Unfailing:
                 self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         with contextlib.suppress(OSError, ValueError):
             return self._stream is not None and bool(self._stream.isatty())
         return False
@@ -80,8 +80,10 @@ def _of_results() -> Iterator[None]:
 
 @contextlib.contextmanager
 def safe() -> Iterator[None]:
-    """While inside: `sys.stderr` is `Unfailing`, `sys.stdout` is `Results`, and no file that is opened takes the place
-    of a stream that was closed. What is left in their buffers at the end does not change the exit code."""
+    """Replace `sys.stderr` by `Unfailing` and `sys.stdout` by `Results` inside this context.
+
+    No opened file takes the descriptor of a closed stream. Unwritten buffers at the end do not change the exit code.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -102,7 +104,7 @@ def safe() -> Iterator[None]:
 
 
 def _drain(stream: Any) -> None:
-    """Have what a stream holds go nowhere, so that Python does not fail to write it as the process ends."""
+    """Discard the buffer of a stream, so that Python does not fail to write it as the process ends."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -114,8 +116,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def visible(text: str, *, lines: bool = True) -> str:
-    """Text with every character that a terminal would obey or hide written out: control characters (escape sequences
-    begin with one), directional marks, other invisible ones, lone surrogates.
+    """Write out every character that a terminal would obey or hide: control characters (escape sequences begin with
+    one), directional marks, other invisible ones, lone surrogates.
 
     Args:
       lines: whether line breaks stay.
@@ -124,7 +126,7 @@ def visible(text: str, *, lines: bool = True) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values as bars of eight heights, lowest to highest, means of neighbours where there are more than `width`.
+    """Draw the values as bars of eight heights, lowest to highest, averaging neighbours if there are more than `width`.
 
     A space stands for a value that is not finite; equal values are all low.
     """
@@ -139,7 +141,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def _thinned(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: means over stretches of equal length."""
+    """Return at most `width` values: means over stretches of equal length."""
     n = len(values)
     if n <= width:
         return list(values)
@@ -148,7 +150,7 @@ def _thinned(values: Sequence[float], width: int) -> list[float]:
 
 
 def duration(seconds: float) -> str:
-    """`9 s`, `4 m 05 s`, `2 h 07 m`, `3 d 04 h`."""
+    """Format seconds as `9 s`, `4 m 05 s`, `2 h 07 m`, `3 d 04 h`."""
     s = max(round(seconds), 0)
     if s < 60:
         return f"{s} s"

@@ -90,10 +90,10 @@ class MinHash(Stage):
             yield record
 
     def _bands(self, source: RecordSource) -> np.ndarray:
-        """A hash for each band of each record's signature; uint64 `[records, bands]`."""
+        """Return a hash for each band of each record's signature; uint64 `[records, bands]`."""
         with needed("datasketch", "MinHash", install="rolljax[data]"):
             import datasketch
-        # candidates may be wrong, for the similarity itself decides; what is no candidate is missed
+        # false candidates are harmless, as the similarity itself decides; a missing candidate is a missed duplicate
         lsh = datasketch.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm, weights=(0.1, 0.9))
         factors = np.random.default_rng(0).integers(1, 2**63, (lsh.b, lsh.r), np.uint64) | np.uint64(1)
         bands = np.zeros((len(source), lsh.b), np.uint64)
@@ -116,12 +116,12 @@ class MinHash(Stage):
 
 
 def _hashes(block: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Multiply-and-add hashes of bands, modulo 2^64; `[n, b * r]`, `[b, r]` -> `[n, b]`."""
+    """Compute multiply-and-add hashes of bands, modulo 2^64; `[n, b * r]`, `[b, r]` -> `[n, b]`."""
     mixed = ((block.reshape(len(block), *factors.shape) + np.uint64(1)) * factors).sum(-1, dtype=np.uint64)
     return mixed ^ (mixed >> np.uint64(29))
 
 
 def _groups(hashes: np.ndarray) -> np.ndarray:
-    """A number for each record with a hash that others have too; -1 for the rest. int32 `[records]`."""
+    """Return a number for each record with a shared hash; -1 for the rest. int32 `[records]`."""
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     return np.where(counts[inverse] > 1, inverse, -1).astype(np.int32)

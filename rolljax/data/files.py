@@ -81,10 +81,10 @@ class Spill:
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of JSON.
+    """Serialize a record as a line of JSON.
 
     Raises:
-      DataError: it holds what JSON does not know.
+      DataError: the record holds a value that JSON cannot express.
     """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -49,7 +49,8 @@ class HiddenStates(Stage):
 
 
 def embedder(folder: str, max_tok: int) -> Embedder:
-    """What makes vectors of texts: float32 `[texts, hidden_size]`, of length 1 (0 for a text without tokens).
+    """Return a function from texts to vectors: float32 `[texts, hidden_size]`, of length 1 (0 for a text without
+    tokens).
 
     Raises:
       CheckpointError: the folder cannot be read.

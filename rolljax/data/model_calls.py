@@ -91,7 +91,7 @@ class Asker:
                 loop.run(self._close(self._calls, [task for _, task in window]))
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result for one record."""
+        """Return the result for one record."""
         return next(iter(self.each([{}], lambda _: work())))[1]
 
     async def _close(self, calls: Calls, left: Sequence[asyncio.Task[T]]) -> None:

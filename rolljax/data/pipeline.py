@@ -222,7 +222,7 @@ class _Counted:
 
 
 def _write(pipeline: Pipeline, records: RecordSource, folder: Path) -> dict[str, int]:
-    """The files of what came out, each complete before it has its name."""
+    """Write the results to files, each complete before it gets its name."""
     writers: dict[str, Writer] = {}
 
     def writer(name: str) -> Writer:
@@ -263,7 +263,7 @@ def _file_of(record: Record, split_by: str) -> str:
 
 @contextlib.contextmanager
 def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[Path]:
-    """The folder's `work`, held against other processes."""
+    """Open the folder's `work`, locked against other processes."""
     with locked(folder, SETUP, "the folder of a pipeline", "--out"):
         if fresh:
             for entry in sorted(folder.iterdir(), key=lambda e: e.name == SETUP):

@@ -47,8 +47,9 @@ class RejectionSampling(Stage):
 
 
 def distinct(texts: Sequence[str], threshold: float, cap: int) -> list[str]:
-    """The first of the texts that are not nearly the same, at most `cap`: equal final answers, and texts whose
-    similarity (1 minus the edit distance over the longer length, of normalised texts) is above `threshold`."""
+    """Return the first of the texts that are not nearly equal, at most `cap`. Texts with equal final answers, or with a
+    similarity (1 minus the edit distance over the longer length, of normalised texts) above `threshold`, count as
+    equal."""
     kept: list[tuple[str, str, str]] = []
     for text in texts:
         found = answers.find(text)

@@ -36,7 +36,7 @@ def write(
 def markdown(
     num_in: int, files: Mapping[str, int], stages: Mapping[str, Mapping[str, Any]], samples: Sequence[str] = ()
 ) -> str:
-    """The report for people."""
+    """Return the report as Markdown."""
     num_out = sum(files.values())
     lines = [f"# {num_in} records in, {num_out} out", ""]
     lines += ["| stage | in | out | dropped | model answers | seconds |", "|---|---:|---:|---|---:|---:|"]
@@ -59,7 +59,7 @@ def markdown(
 
 
 def _picture(num_in: int, stages: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Records after every stage, and histograms of what stages observed."""
+    """Plot the number of records after every stage, and histograms of the stages' observations."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -22,7 +22,7 @@ def normalised(text: str) -> str:
 
 
 def shingles(text: str, unit: Unit, n: int) -> set[str]:
-    """The runs of n words or characters of a normalised text; the text itself where it is shorter."""
+    """Return the runs of n words or characters of a normalised text; the text itself if it is shorter."""
     plain = normalised(text)
     parts: Sequence[str] = plain.split() if unit == "word" else plain
     if len(parts) <= n:
@@ -32,20 +32,20 @@ def shingles(text: str, unit: Unit, n: int) -> set[str]:
 
 
 def jaccard(a: set[str], b: set[str]) -> float:
-    """Size of the intersection over size of the union; 1 for two empty sets."""
+    """Compute the size of the intersection over the size of the union; 1 for two empty sets."""
     union = len(a | b)
     return len(a & b) / union if union else 1.0
 
 
 def word_grams(text: str, n: int) -> Iterator[str]:
-    """The runs of n words of a normalised text; none where it has fewer."""
+    """Yield the runs of n words of a normalised text; none if it has fewer."""
     words = normalised(text).split()
     for i in range(len(words) - n + 1):
         yield " ".join(words[i : i + n])
 
 
 def similarity(a: str, b: str) -> float:
-    """1 minus the edit distance (Levenshtein) over the length of the longer text.
+    """Compute 1 minus the edit distance (Levenshtein) over the length of the longer text.
 
     Raises:
       ConfigError: the package rapidfuzz is missing.
@@ -56,7 +56,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def hashed_counts(text: str, dim: int) -> np.ndarray:
-    """Counts of the words and pairs of words of a text in `dim` bins by their hashes; float32 `[dim]`."""
+    """Count the words and pairs of words of a text in `dim` bins by their hashes; float32 `[dim]`."""
     words = normalised(text).split()
     pairs = [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
     bins = [zlib.crc32(part.encode()) % dim for part in (*words, *pairs)]

@@ -34,7 +34,7 @@ class Embedding:
         check_range(self, "dim", low=8)
 
     def weights(self, source: RecordSource) -> np.ndarray:
-        """Inverse document frequencies `[dim]`, in one pass; ones where vectors are a column."""
+        """Compute inverse document frequencies `[dim]`, in one pass; ones if vectors are a column."""
         if self.vectors:
             return np.ones(0, np.float32)
         having = np.zeros(self.dim, np.int64)
@@ -45,7 +45,7 @@ class Embedding:
         return np.log((1 + num) / (1 + having)).astype(np.float32) + 1
 
     def of(self, record: Record, weights: np.ndarray) -> np.ndarray:
-        """The vector of a record, of length 1 (or 0); float32 `[dim]`.
+        """Return the vector of a record, of length 1 (or 0); float32 `[dim]`.
 
         Raises:
           DataError: the column holds no numbers.
@@ -65,7 +65,7 @@ class Embedding:
 
 
 def by_bucket(source: RecordSource, bucket: str) -> dict[str, np.ndarray]:
-    """The numbers of the records of each bucket; one bucket where no column is named."""
+    """Return the numbers of the records of each bucket; one bucket if no column is named."""
     found: dict[str, list[int]] = {}
     for i, record in enumerate(source):
         found.setdefault(str(value_of(record, bucket)) if bucket else "", []).append(i)
@@ -75,10 +75,10 @@ def by_bucket(source: RecordSource, bucket: str) -> dict[str, np.ndarray]:
 def matrix(
     source: RecordSource, numbers: np.ndarray, embedding: Embedding, weights: np.ndarray, stage: str
 ) -> np.ndarray:
-    """The vectors of some records; float32 `[n, dim]`.
+    """Return the vectors of some records; float32 `[n, dim]`.
 
     Raises:
-      ConfigError: they do not fit into memory. DataError: they differ in length.
+      ConfigError: the vectors do not fit into memory. DataError: they differ in length.
     """
     first = embedding.of(source.record(int(numbers[0])), weights)
     if first.nbytes * len(numbers) > MAX_BYTES:
@@ -121,7 +121,7 @@ class EmbeddingDedup(Stage):
 
 
 def first_of_kind(vectors: np.ndarray, threshold: float) -> np.ndarray:
-    """Rows that stay, in order: those whose cosine with every earlier row that stays is at most `threshold`."""
+    """Return the kept rows, in order: those whose cosine with every earlier kept row is at most `threshold`."""
     kept = np.zeros_like(vectors)
     numbers: list[int] = []
     for i, vector in enumerate(vectors):
@@ -160,8 +160,8 @@ class KCenter(Stage):
 
 
 def k_center(vectors: np.ndarray, k: int, start: int = 0) -> Sequence[int]:
-    """Rows that K-center greedy takes, in that order: `start`, then always the one farthest from all that were taken
-    (Euclidean distance; of several the first). vectors `[n, dim]`."""
+    """Return the rows that K-center greedy takes, in order: `start`, then always the one farthest from all taken ones
+    (Euclidean distance; the first of several). vectors `[n, dim]`."""
     taken = [start]
     distance = np.linalg.norm(vectors - vectors[start], axis=1)
     distance[start] = -1

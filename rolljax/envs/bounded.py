@@ -61,13 +61,13 @@ class TooMuch:
 def scored(
     score: Callable[[str], Any], answer: str, known: str, *, cpu_s: float = CPU_S, memory_gib: float = MEMORY_GIB
 ) -> Any | TooMuch:
-    """`score(answer)` within limits; `TooMuch` where the answer itself passed them.
+    """Compute `score(answer)` within limits; return `TooMuch` if the answer itself exceeded them.
 
-    known: an answer to the same task that must be scored within the limits, the reference answer where there is one. It
-      is scored only after `answer` passed them.
+    known: an answer to the same task that must be scored within the limits, preferably the reference answer. It is
+    scored only if `answer` exceeded them.
 
     Raises:
-      EnvError: the known answer passes the limits as well, so the scorer is to blame; or see `bounded`.
+      EnvError: the known answer exceeds the limits as well, so the scorer is to blame; or see `bounded`.
       InfraError: see `bounded`.
     """
     result = bounded(score, answer, cpu_s=cpu_s, memory_gib=memory_gib)
@@ -79,13 +79,13 @@ def scored(
 
 
 def bounded(fn: Callable[..., Any], *args: Any, cpu_s: float = CPU_S, memory_gib: float = MEMORY_GIB) -> Any | TooMuch:
-    """`fn(*args)`, computed in a forked child; what it returns must be JSON.
+    """Compute `fn(*args)` in a forked child; the result must be JSON.
 
-    cpu_s: processor time. memory_gib: address space beyond what this process has (on Linux; elsewhere unlimited). The
-    child has none of this process's open files, and what it prints is lost.
+    cpu_s: processor time. memory_gib: address space beyond this process's (on Linux; elsewhere unlimited). The child
+    has none of this process's open files, and its output is lost.
 
     Raises:
-      EnvError: `fn` raised something.
+      EnvError: `fn` raised an exception.
       InfraError: the child could not be started, was killed from outside, or got no processor.
     """
     read, write = os.pipe()
@@ -126,7 +126,7 @@ def _outcome(data: bytes, code: int) -> Any | TooMuch:
 
 
 def _read(fd: int, end_s: float) -> bytes:
-    """All that the child says, until it ends."""
+    """Return the child's whole output."""
     poll, data = select.poll(), bytearray()
     poll.register(fd, select.POLLIN)
     while True:
@@ -158,7 +158,7 @@ def _become_child(
 
 
 def _isolate(write: int) -> None:
-    """Nothing of the parent's is held, read or written to."""
+    """Close, reset or redirect everything shared with the parent."""
     gc.freeze()
     faulthandler.disable()
     signal.set_wakeup_fd(-1)

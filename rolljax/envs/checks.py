@@ -59,7 +59,7 @@ class Transcript:
 
 
 def reference(env: Env, turn: int) -> str:
-    """The scripted player."""
+    """Play as the scripted player."""
     return env.reference_answer()
 
 
@@ -83,7 +83,7 @@ def lacks_reference(spec: EnvSpec) -> str:
 
 
 def always(action: str) -> Act:
-    """A player that says the same every time."""
+    """Return a player with a constant action."""
     return lambda env, turn: action
 
 
@@ -118,7 +118,7 @@ def over(result: StepResult) -> bool:
 
 
 def reference_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> str:
-    """The scripted player solves every task in time; `reward`: what it must get for each."""
+    """Check that the scripted player solves every task in time; `reward`: its reward for each."""
     episodes = [play(spec, spec.task(i), reference) for i in range(num_tasks)]
     for e in episodes:
         last = e.results[-1]
@@ -133,7 +133,8 @@ def reference_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None)
 
 
 def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
-    """Bad actions of the environment solve nothing, are worth less than the reference answer, and raise nothing."""
+    """Check that the environment's bad actions solve nothing, earn less than the reference answer, and raise
+    nothing."""
     actions = spec.bad_actions()
     for i in range(num_tasks):
         best = play(spec, spec.task(i), reference)
@@ -146,7 +147,8 @@ def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def well_formed(spec: EnvSpec, num_tasks: int) -> str:
-    """Messages end with one to the policy, numbers are finite, and an episode ends once, without further messages."""
+    """Check that messages end with one to the policy, numbers are finite, and an episode ends once, without further
+    messages."""
     shown = []
     for i in range(num_tasks):
         for act in (reference, always(NONSENSE)):
@@ -165,7 +167,7 @@ def well_formed(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def ends_are_final(spec: EnvSpec, num_tasks: int) -> str:
-    """A step after the end is an `EnvError`."""
+    """Check that a step after the end is an `EnvError`."""
     for i in range(num_tasks):
         env = spec.make()
         try:
@@ -177,7 +179,7 @@ def ends_are_final(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def tasks_are_their_index(spec: EnvSpec, num_tasks: int) -> str:
-    """Equal settings give equal tasks, in any order; they are not all the same."""
+    """Check that equal settings give equal tasks, in any order, and that tasks differ."""
     fresh = dataclasses.replace(spec)  # type: ignore[type-var]
     _require(fresh is not spec and fresh == spec, "settings do not equal their copy")
     tasks = [spec.task(i) for i in range(num_tasks)]
@@ -191,7 +193,7 @@ def tasks_are_their_index(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def interleave(spec: EnvSpec, num_tasks: int) -> str:
-    """Episodes whose turns are interleaved give the same messages as alone."""
+    """Check that interleaved episodes give the same messages as alone."""
     pairs = [(spec.task(i), wrong_first if i % 2 else reference) for i in range(max(2, num_tasks))]
     alone = [play(spec, task, act) for task, act in pairs]
     envs = [spec.make() for _ in pairs]
@@ -212,7 +214,7 @@ def interleave(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
-    """From a snapshot in the middle, another environment continues as the first one does, any number of times."""
+    """Check that another environment continues from a snapshot as the first one does, any number of times."""
     if not can_snapshot(spec):
         return "no snapshots"
     for i in range(num_tasks):
@@ -224,7 +226,7 @@ def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def can_snapshot(spec: EnvSpec) -> bool:
-    """Whether an episode of task 0 gives a snapshot."""
+    """Return whether an episode of task 0 gives a snapshot."""
     env = spec.make()
     try:
         env.reset(spec.task(0))
@@ -318,14 +320,14 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
 
 
 def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:
-    """No constant answer wins more often than chance, unless it is the reference answer."""
+    """Check that no constant answer wins more often than chance, unless it is the reference answer."""
     found = constant_wins(spec, num_tasks)
     _require(found.hole is None, f"{spec.name}: {found}")
     return str(found)
 
 
 def _openings(spec: EnvSpec, task: Task) -> Callable[[], tuple[Env, tuple[Message, ...]]]:
-    """Opens a task repeatedly: from a snapshot if the environment has them."""
+    """Return a function that opens a task repeatedly: from a snapshot if the environment has them."""
     first = spec.make()
     initial_messages = first.reset(task)
     try:

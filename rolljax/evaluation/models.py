@@ -52,11 +52,11 @@ class EvaluatedModel(Protocol):
     def rollouts(
         self, benchmark: Benchmark, pool: Pool, attempts: Attempts, scoring: Scoring | None = None
     ) -> EpisodeRollouts:
-        """Episodes of a benchmark, with this model as their policy. scoring: see `EpisodeRollouts`."""
+        """Return episodes of a benchmark with this model as their policy. scoring: see `EpisodeRollouts`."""
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Transport errors by kind; empty for in-process models."""
+        """Return transport errors by kind; empty for in-process models."""
         ...
 
     def fatal(self) -> RolljaxError | None:
@@ -151,7 +151,7 @@ class SamplerModel:
 
 
 def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> SamplerModel:
-    """The policy of a run folder.
+    """Return the policy of a run folder.
 
     Args:
       recipe: of the run. step: of a kept checkpoint, or `best` (`Checkpoints.find`); None: the newest.
@@ -165,7 +165,7 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> Sampler
 
 
 def of_folder(recipe: Recipe) -> SamplerModel:
-    """The model that a recipe names with `Recipe.model`, a Hugging Face folder, as it is before training."""
+    """Return the untrained model of `Recipe.model`, a Hugging Face folder."""
     resolved = resolve(recipe)
     folder = Path(str(recipe.model)).resolve()
     identity = {"kind": "folder", "path": str(folder), "digest": folder_digest(folder), **_precision(recipe)}
@@ -175,14 +175,14 @@ def of_folder(recipe: Recipe) -> SamplerModel:
 def folder_recipe(
     folder: str, env: EnvSpec, *, max_context: int | None = None, max_answer_tok: int = 512, dtype: Dtype | None = None
 ) -> Recipe:
-    """Settings under which a Hugging Face folder is sampled that no run describes.
+    """Return settings for sampling from a Hugging Face folder that belongs to no run.
 
     Args:
       max_context: tokens of prompt and answer; None: the model's, at most `MAX_CONTEXT`.
       dtype: of computations; None: float32 on CPU, else bfloat16.
 
     Raises:
-      ConfigError: it is no such folder.
+      ConfigError: the folder is no Hugging Face folder.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
@@ -203,13 +203,13 @@ def folder_recipe(
 
 
 def with_context(recipe: Recipe, max_context: int | None) -> Recipe:
-    """The recipe with another context of its sampler, if one is given."""
+    """Return the recipe with another context of its sampler, if one is given."""
     if max_context is None:
         return recipe
     return dataclasses.replace(recipe, sampler=dataclasses.replace(recipe.sampler, max_context=max_context))
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
-    """Settings that change what a model answers."""
+    """Return the settings that change a model's answers."""
     found = {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
     return found | ({"chat_template": recipe.chat_template} if recipe.chat_template else {})

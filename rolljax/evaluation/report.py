@@ -127,7 +127,7 @@ class EvaluationReport:
         return record
 
     def markdown(self) -> str:
-        """The table, to paste, one of categories where tasks have some, and those of judges in both orders."""
+        """Return the tables as Markdown: environments, categories if tasks have some, and judges in both orders."""
         tables = [_table("environment", self.rows, with_std=False)]
         if self.categories:
             tables.append(_table("category", self.categories, with_std=True))
@@ -140,7 +140,7 @@ class EvaluationReport:
 
 
 def _table(first: str, rows: Sequence[Row], *, with_std: bool) -> str:
-    """Rows as a table in Markdown. with_std: a column for the deviation between attempts, where there are several."""
+    """Format rows as a table in Markdown. with_std: add a column for the deviation between several attempts."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.estimates))
     with_std = with_std and any(row.std is not None for row in rows)
     head = [first, "tasks", *metrics, *["std"] * with_std, "cut", "failed", "tok"]
@@ -160,7 +160,7 @@ def _table(first: str, rows: Sequence[Row], *, with_std: bool) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned; all but the first are to the right."""
+    """Format a table in Markdown, its columns aligned; all but the first to the right."""
     safe = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
     lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in safe]
@@ -209,8 +209,8 @@ def report(
     counts: Mapping[str, int],
     trajectories: Sequence[Trajectory] = (),
 ) -> EvaluationReport:
-    """Tables of scores: a row for each environment, and where there are several one over all tasks, one of the
-    environments' means and, if they have weights, one of their weighted mean; a row for each category of tasks.
+    """Make tables of scores. There is a row for each environment and category; with several environments also one over
+    all tasks, one of the environments' means and, if they have weights, one of their weighted mean.
 
     Raises:
       ConfigError: some environments have weights, others have none.
@@ -248,10 +248,10 @@ def report(
 
 
 def weights_of(names: Sequence[str], cfg: Attempts) -> list[float]:
-    """The weights of environments, empty where none has one.
+    """Return the weights of environments, empty if there are none.
 
     Raises:
-      ConfigError: not every environment has one, or what has one is no environment of this evaluation.
+      ConfigError: an environment has no weight, or a weight names no environment of this evaluation.
     """
     if not cfg.weights:
         return []
@@ -297,7 +297,8 @@ def _deviation(tasks: Sequence[TaskScores]) -> float | None:
 
 
 def shown(cfg: Attempts) -> list[str]:
-    """Metrics of the table: with several attempts avg@n is pass@1, and majorities of two are no other than of one."""
+    """Return the metrics of the table: with several attempts avg@n is pass@1, and a majority of two equals one
+    attempt."""
     if cfg.num == 1:
         return ["reward", "pass@1"]
     passes = [f"pass@{k}" for k in cfg.ks if k > 1]
@@ -309,7 +310,7 @@ def _values(tasks: Sequence[TaskScores], metric: str) -> np.ndarray:
 
 
 def _is_one_trial(task: TaskScores, metric: str) -> bool:
-    """Whether a task gives this metric one success or failure: from as many answers as it asks for."""
+    """Return whether a task gives this metric as one success or failure: from exactly the needed number of answers."""
     kind, _, k = metric.partition("@")
     return metric not in task.values or (kind == "pass" and task.answers == int(k))
 
@@ -322,15 +323,14 @@ def estimate(
     one_trial: bool,
     weights: Sequence[float] | None = None,
 ) -> Estimate:
-    """The mean of the means of `domains` with its interval.
+    """Return the mean of the means of `domains` with its interval.
 
-    Wilson's where there is one domain whose tasks are one trial each. Else the bootstrap over tasks; where that has no
-    width because a share is 0 in every task, or 1 in every task, Wilson's for as many trials as there are tasks, which
-    is at least as wide as it must be: no value between 0 and 1 varies more than a trial.
+    Wilson's interval serves a single domain whose tasks are one trial each. Otherwise the bootstrap over tasks is used.
+    If all values are 0, or all are 1, the bootstrap has no width; then Wilson's for as many trials as there are tasks
+    is used, which is at least as wide as necessary: no value between 0 and 1 varies more than a trial.
 
     Args:
-      share: values are between 0 and 1. one_trial: of one success or failure each. weights: of the domains; None:
-        equal.
+      share: values are between 0 and 1. one_trial: each is one success or failure. weights: of domains; None: equal.
     """
     num = sum(map(len, domains))
     mean = float(np.average([v.mean() for v in domains], weights=weights))

@@ -91,11 +91,10 @@ def evaluate(
     warn: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationReport:
-    """Have a model attempt the tasks of one or more environments, and report the results.
+    """Evaluate a model on the tasks of one or more environments, and report the results.
 
-    What an attempt samples depends on its seed, its task and its number, and on nothing else, so that an evaluation
-    that was interrupted resumes with the answers it would have had (behind an endpoint, as far as its server keeps
-    seeds).
+    The samples of an attempt depend only on its seed, its task and its number, so that an interrupted evaluation
+    resumes with the answers it would have had (behind an endpoint, if its server respects seeds).
 
     Args:
       model: an open model. to: a folder for the answers and the report; an unfinished evaluation there resumes, a

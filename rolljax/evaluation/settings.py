@@ -49,7 +49,7 @@ class Benchmark:
 
     @staticmethod
     def of_recipe(recipe: Recipe) -> Benchmark:
-        """The held-out tasks of a run, as its own evaluations play them."""
+        """Return the held-out tasks of a run, as its own evaluations play them."""
         return Benchmark(
             recipe.env,
             recipe.evaluation.tasks,
@@ -63,7 +63,7 @@ class Benchmark:
         )
 
     def tasks(self) -> list[Task]:
-        """The tasks, in order, each in all of its forms (`EnvSpec.variants`).
+        """Return the tasks, in order, each in all of its forms (`EnvSpec.variants`).
 
         Raises:
           DataError: the split is empty, or a task cannot be made.

@@ -46,9 +46,11 @@ class Difference:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of `k` attempts is right, unbiased from `n` attempts of which `c` are:
-    `1 - C(n - c, k) / C(n, k)`, of Chen et al. 2021 (arXiv 2107.03374, equation 1). Computed in integers and rounded
-    once.
+    """Estimate without bias the probability that at least one of `k` attempts is right, from `n` attempts of which `c`
+    are.
+
+    The estimate is `1 - C(n - c, k) / C(n, k)`, of Chen et al. 2021 (arXiv 2107.03374, equation 1). It is computed in
+    integers and rounded once.
 
     Raises:
       ValueError: not `0 <= c <= n` and `1 <= k <= n`.
@@ -60,12 +62,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Probability that the most frequent answer among `k` attempts is right, as the mean over all choices of `k` of the
-    `n` attempts without replacement (self-consistency, Wang et al. 2022, arXiv 2203.11171, without its dependence on
-    order).
+    """Compute the probability that the most frequent answer among `k` attempts is right, as the mean over all choices
+    of `k` of the `n` attempts without replacement (self-consistency, Wang et al. 2022, arXiv 2203.11171, without its
+    dependence on order).
 
     An attempt whose answer is None has no vote; without votes the result is wrong. Answers with equally many votes
-    share the result. An answer is right as often as its attempts are, should they disagree.
+    share the result. If attempts with one answer disagree, the answer counts as right in their proportion.
 
     Args:
       answers, right: of the attempts, `[n]`.
@@ -89,7 +91,8 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
 
 def _chance_to_win(count: int, others: Sequence[int], silent: int, k: int) -> float:
-    """Choices of `k` attempts in which an answer that `count` gave wins, each over the number of winners."""
+    """Count the choices of `k` attempts in which an answer that `count` attempts gave wins, each over the number of
+    winners."""
     found = 0.0
     for votes in range(1, min(count, k) + 1):
         # ways[ties][used]: choices of `used` attempts of others, of whom `ties` have as many votes and none has more
@@ -103,7 +106,7 @@ def _chance_to_win(count: int, others: Sequence[int], silent: int, k: int) -> fl
 
 
 def _with_another(ways: list[list[int]], count: int, most: int, room: int) -> list[list[int]]:
-    """`ways` with one more answer, which `count` gave, of whom at most `most` are chosen."""
+    """Return `ways` with one more answer, given by `count` attempts of which at most `most` are chosen."""
     after = [[0] * (room + 1) for _ in range(len(ways) + 1)]
     for ties, by_used in enumerate(ways):
         for used, number in enumerate(by_used):
@@ -117,8 +120,8 @@ def _with_another(ways: list[list[int]], count: int, most: int, room: int) -> li
 
 
 def wilson(mean: float, n: int, confidence: float = 0.95) -> Interval:
-    """The score interval of a proportion `mean` among `n` independent trials (Wilson 1927). It stays within 0 and 1 and
-    has a width also where all or none succeed."""
+    """Return the score interval of a proportion `mean` among `n` independent trials (Wilson 1927). It stays within 0
+    and 1 and has a width even if all or none succeed."""
     if n < 1 or not 0 <= mean <= 1:
         raise ValueError(f"no proportion: {mean} of {n} trials")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
@@ -137,12 +140,14 @@ def bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """The percentile interval of the mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13), tasks
-    drawn with replacement within each. A task is one value, whatever its attempts, so they are clustered by task.
+    """Return the percentile interval of the mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13).
+
+    Tasks are resampled with replacement within each domain. A task is one value, whatever its attempts, so they are
+    clustered by task.
 
     Args:
       domains: of each domain one value for each task, `[tasks]`. weights: of the domains, in any unit; None: equal.
-      seed: of the draws; equal seeds give equal intervals.
+      seed: of the resampling; equal seeds give equal intervals.
 
     Raises:
       ValueError: a domain is empty.
@@ -155,15 +160,15 @@ def bootstrap(
 def paired_bootstrap(
     first: np.ndarray, second: np.ndarray, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """The difference of two models on the same tasks, by resampling tasks (paired bootstrap; Koehn 2004, "Statistical
-    significance tests for machine translation evaluation").
+    """Return the difference of two models on the same tasks, by resampling tasks (paired bootstrap; Koehn 2004,
+    "Statistical significance tests for machine translation evaluation").
 
     Args:
       first, second: one value for each task, in the same order, `[tasks]`.
 
     Returns:
-      `second - first`. p is twice the smaller share of resamples at or beyond 0, counted with one more than there are,
-      so that it is never 0.
+      `second - first`. p is twice the smaller fraction of resamples at or beyond 0, with one added to both counts so
+      that it is never 0.
 
     Raises:
       ValueError: the lengths differ, or there is no task.
@@ -179,8 +184,8 @@ def paired_bootstrap(
 
 
 def resampled_means(domains: Sequence[np.ndarray], resamples: int, seed: int = 0) -> np.ndarray:
-    """Means over items drawn with replacement within each domain, for statistics of several values of an item: their
-    quantiles are percentile intervals.
+    """Return means over items resampled with replacement within each domain, for statistics of several values of an
+    item: their quantiles are percentile intervals.
 
     Args:
       domains: of each the values of its items, `[items, values]`.
@@ -203,7 +208,7 @@ def resampled_means(domains: Sequence[np.ndarray], resamples: int, seed: int = 0
 
 
 def _resampled(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Means of `resamples` samples of `values [tasks]` with replacement, `[resamples]`."""
+    """Return the means of `resamples` samples of `values [tasks]` with replacement, `[resamples]`."""
     values = np.asarray(values, np.float64)
     if not len(values):
         raise ValueError("nothing to resample")

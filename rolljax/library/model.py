@@ -120,7 +120,7 @@ class LoadedModel:
             raise KeyboardInterrupt from None
 
     def chat_model(self) -> ChatModel:
-        """This model for those who ask chat models: judges, data pipelines. It is asked from an event loop, and answers
+        """Return this model as a chat model, for judges and data pipelines. It is called from an event loop, and treats
         a seed as `generate` does; closing it leaves this model open.
 
         Raises:
@@ -138,7 +138,7 @@ class LoadedModel:
         return ModelAnswer(text, done.tokens, done.sampler_logp, done.finish_reason)
 
     def _prompt_ids(self, prompt: Prompt, raw: bool) -> np.ndarray:
-        """Ids `[P]` of a text or a conversation."""
+        """Return the ids `[P]` of a text or a conversation."""
         chat = self._served.chat
         if isinstance(prompt, str) and (raw or chat is None):
             return np.array(self._served.vocabulary.encode(prompt, special=True), np.int32)
@@ -156,5 +156,5 @@ class LoadedModel:
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether it is one prompt: a text, or messages."""
+    """Return whether the argument is one prompt: a text, or messages."""
     return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], (Mapping, Message)))

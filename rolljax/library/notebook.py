@@ -27,7 +27,7 @@ NUM_POINTS = 280
 
 
 def is_notebook() -> bool:
-    """Whether this process runs the cells of a notebook (an IPython kernel)."""
+    """Return whether this process runs the cells of a notebook (an IPython kernel)."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -36,7 +36,8 @@ def is_notebook() -> bool:
 
 
 def console_of(progress: bool) -> RefreshedConsole:
-    """Where a run shows its progress: the cell's output in a notebook, else stderr; nowhere if it is not wanted."""
+    """Return where a run shows its progress: the cell's output in a notebook, else stderr; nowhere without
+    `progress`."""
     if not progress:
         return SilentConsole()
     return NotebookConsole() if is_notebook() else RefreshedConsole()
@@ -149,8 +150,8 @@ class NotebookConsole(RefreshedConsole):
 
 
 def curve_svg(rewards: Sequence[tuple[float, float]], heldout: Sequence[tuple[float, float]]) -> str:
-    """Rewards over steps as a line, held-out ones as dots, both (step, reward); empty where there is less than a line.
-    It takes the colour of the text around it, light or dark."""
+    """Draw rewards over steps as a line and held-out ones as dots, both (step, reward); empty with fewer than two
+    steps. It takes the colour of the text around it, light or dark."""
     if len(rewards) < 2:
         return ""
     every = [*rewards, *heldout]
@@ -175,6 +176,6 @@ def curve_svg(rewards: Sequence[tuple[float, float]], heldout: Sequence[tuple[fl
 
 
 def shown_figure(drawn: Figure) -> Figure:
-    """A figure that a notebook shows when it is the value of a cell, whether or not matplotlib's own support is on."""
+    """Make a notebook show a figure that is the value of a cell, with or without matplotlib's own support."""
     drawn._repr_png_ = lambda: png(drawn)  # type: ignore[attr-defined]
     return drawn

@@ -59,11 +59,11 @@ class Run:
         return self._config
 
     def config_with(self, settings: Mapping[str, object]) -> Loaded[Recipe]:
-        """The settings with others over them, `Class.field` -> value. What the folder could not hold (a function of a
-        notebook) is given here.
+        """Return the settings with others over them, `Class.field` -> value. Pass here the values that the folder could
+        not store (a function of a notebook).
 
         Raises:
-          ConfigError: as `config`, or for a setting that cannot be used.
+          ConfigError: as `config`, or a setting cannot be used.
         """
         from rolljax.config import loader
         from rolljax.recipe import Recipe
@@ -116,7 +116,7 @@ class Run:
         return pandas.DataFrame(rows)
 
     def curves(self) -> Figure:
-        """Reward, entropy, mismatch and seconds over the steps, as curves.png shows them; a notebook shows the figure.
+        """Plot reward, entropy, mismatch and seconds over the steps, as curves.png does; a notebook shows the figure.
 
         Raises:
           DataError: no step is on record.
@@ -135,13 +135,13 @@ class Run:
         return self._files.rollout_steps()
 
     def trajectories(self, step: int | None = None) -> Trajectories:
-        """Every trajectory of a step: task, turns with their tokens and log-probs, reward, status.
+        """Return every trajectory of a step: task, turns with their tokens and log-probs, reward, status.
 
         Args:
           step: one of `steps`; default: the last.
 
         Raises:
-          DataError: there are none of that step. CheckpointError: their file is damaged.
+          DataError: the step has none. CheckpointError: their file is damaged.
         """
         known = self.steps
         if not known or (step is not None and step not in known):
@@ -192,13 +192,13 @@ class Trajectories(list["Trajectory"]):
 
 
 def _table_row(t: Trajectory) -> str:
-    """Task, answers, reward and status as cells; their texts are the policy's, so they are escaped."""
+    """Format task, answers, reward and status as cells; their texts are the policy's, so they are escaped."""
     said = " ⏎ ".join(turn.text for turn in t.turns)
     cells = (t.task.content, said, f"{t.reward:g}", t.status + (f": {t.fault}" if t.fault else ""))
     return "<tr>" + "".join(f"<td style='text-align:left'><code>{_cell(text)}</code></td>" for text in cells) + "</tr>"
 
 
 def _cell(text: str) -> str:
-    """Text for a cell: cut, control characters written out, escaped."""
+    """Return text for a cell: cut, control characters written out, escaped."""
     cut = text[:SHOWN_CHARS] + ("…" if len(text) > SHOWN_CHARS else "")
     return html.escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in cut))

@@ -15,14 +15,14 @@ POLL_S = 0.1
 
 
 def run_apart(work: Callable[[Callable[[], bool]], T], on_wait: Callable[[], None] = lambda: None) -> T:
-    """What `work(told_to_stop)` returns or raises.
+    """Run `work(told_to_stop)` in a thread; return its result or raise its exception.
 
-    An interrupt (Ctrl-C, or a notebook's stop button) makes `told_to_stop` true, and the wait goes on: `work` ends in
-    its own way. A second one leaves it alone and raises `KeyboardInterrupt`. SIGTERM asks it to stop too, and takes its
-    usual effect when it has.
+    An interrupt (Ctrl-C, or a notebook's stop button) makes `told_to_stop` return True and waits until `work` ends. A
+    second one abandons it and raises `KeyboardInterrupt`. SIGTERM also asks it to stop, and has its usual effect
+    afterwards.
 
     Args:
-      on_wait: called in the calling thread, again and again.
+      on_wait: called in the calling thread, repeatedly.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-library")
     with signals.stop_requests(_interrupt, then_terminate=True) as told_to_stop:

@@ -210,18 +210,18 @@ def load(
     max_context: int | None = None,
     dtype: Dtype | None = None,
 ) -> LoadedModel:
-    """A model that answers: `rolljax.load("runs/quickstart").generate("Hello")`.
+    """Load a model for generation: `rolljax.load("runs/quickstart").generate("Hello")`.
 
     Args:
       source: a run or its folder: its newest weights; or a local Hugging Face folder.
-      step: of a run: of a checkpoint that was kept, or "best", that of the highest held-out reward.
-      chat_template: of a folder without one: the path of a file, or "plain" for the texts as they are.
-      slots: answers sampled at the same time. max_context: tokens of prompt and answer. Defaults: the run's own, of a
+      step: of a run: a kept checkpoint, or "best", the one with the highest held-out reward.
+      chat_template: for a folder without one: the path of a file, or "plain" for plain texts.
+      slots: answers sampled at the same time. max_context: tokens of prompt and answer. Defaults: the run's own, for a
         folder 64 and at most 4096. dtype: "float32" (default on CPU) or "bfloat16" (default elsewhere).
 
     Raises:
-      CheckpointError: nothing is saved yet. ConfigError: nothing of that step is kept, it is neither a run nor a model
-        folder, or more context is asked for than the model has.
+      CheckpointError: nothing is saved yet. ConfigError: the step is not kept, the source is neither a run nor a model
+        folder, or `max_context` is more than the model's.
     """
     from rolljax import cli
 
@@ -253,7 +253,7 @@ def load(
 
 
 def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
-    """A recipe, whatever it was given as, with settings over it. Raises `ConfigError`."""
+    """Return a recipe, in whatever form it is given, with settings over it. Raise `ConfigError`."""
     from rolljax.config import loader
     from rolljax.recipe import Recipe
 
@@ -264,7 +264,7 @@ def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[
 
 
 def _name(recipe: Recipe | PathLike | Sequence[PathLike]) -> str:
-    """What a run folder is called by default."""
+    """Return the default name of a run folder."""
     from rolljax.recipe import Recipe
 
     if isinstance(recipe, Recipe):
@@ -273,7 +273,7 @@ def _name(recipe: Recipe | PathLike | Sequence[PathLike]) -> str:
 
 
 def _run_of(source: Run | PathLike) -> Run | None:
-    """The run that is meant; None where it is a Hugging Face folder."""
+    """Return the run of a source; None for a Hugging Face folder."""
     if isinstance(source, Run):
         return source
     return None if (Path(source) / "config.json").is_file() else Run(source)
@@ -289,7 +289,7 @@ def _sizes_of(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _located(config: Loaded[Recipe]) -> Iterator[None]:
-    """Errors about settings that are raised inside say where these come from."""
+    """Add the origin of settings to errors about them inside this context."""
     try:
         yield
     except ConfigError as e:

@@ -390,6 +390,6 @@ class Dispatcher:
 
 
 def _last_lines(output: str) -> str:
-    """The end of an output, short enough for the text of an error."""
+    """Return the end of an output, short enough for the text of an error."""
     text = output.strip()[-1000:]
     return f"; its last output: {text}" if text else ""

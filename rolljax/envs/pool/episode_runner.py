@@ -24,7 +24,7 @@ MAX_NAMES = 256
 
 
 def number(value: Any, name: str = "reward") -> float:
-    """A finite number of any type that is one (NumPy's and tensors without axes too) as a float."""
+    """Return a finite number of any numeric type (NumPy's and tensors without axes too) as a float."""
     if not isinstance(value, numbers.Real) and not hasattr(type(value), "__float__"):
         raise EnvError(f"{name} is a {kind(value)}, not a number")
     try:
@@ -39,7 +39,7 @@ def number(value: Any, name: str = "reward") -> float:
 
 
 def flag(value: Any, name: str) -> bool:
-    """A bool, NumPy's too."""
+    """Return a bool; NumPy's is accepted too."""
     if isinstance(value, bool):
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
@@ -48,7 +48,7 @@ def flag(value: Any, name: str) -> bool:
 
 
 def table(values: Any, name: str) -> dict[str, float]:
-    """Numbers by name."""
+    """Return numbers by name."""
     if not isinstance(values, Mapping):
         raise EnvError(f"{name} is a {kind(values)}, not a mapping")
     if len(values) > MAX_NAMES:
@@ -60,7 +60,7 @@ def table(values: Any, name: str) -> dict[str, float]:
 
 
 def kind(value: Any) -> str:
-    """The name of a value's class."""
+    """Return the name of a value's class."""
     return type(value).__name__
 
 
@@ -72,7 +72,7 @@ NOTE_BYTES = 40
 
 
 def check_messages(messages: Any, max_bytes: int) -> tuple[Message, ...]:
-    """An observation: a sequence of messages with texts."""
+    """Check an observation: a sequence of messages with texts."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise EnvError(f"an observation is a sequence of messages, this is a {kind(messages)}")
     if len(messages) > MAX_MESSAGES:
@@ -92,7 +92,7 @@ def check_messages(messages: Any, max_bytes: int) -> tuple[Message, ...]:
 
 
 def check_opening(messages: Any, max_bytes: int) -> tuple[Message, ...]:
-    """What an episode begins with: an observation that is not empty."""
+    """Check the first observation of an episode, which must not be empty."""
     messages = check_messages(messages, max_bytes)
     if not messages:
         raise EnvError("the opening conversation is empty")
@@ -100,7 +100,7 @@ def check_opening(messages: Any, max_bytes: int) -> tuple[Message, ...]:
 
 
 def check_result(result: Any, max_bytes: int) -> StepResult:
-    """What follows an action."""
+    """Check the result of an action."""
     if not isinstance(result, StepResult):
         raise EnvError(f"a step returns a StepResult, not a {kind(result)}")
     for name in ("terminated", "truncated", "success"):
@@ -129,7 +129,7 @@ def check_result(result: Any, max_bytes: int) -> StepResult:
 
 
 def check_answer(text: Any, max_bytes: int) -> str:
-    """A reference answer or a rejected one."""
+    """Check a reference answer or a rejected one."""
     if not isinstance(text, str):
         raise EnvError(f"an action is text, not a {kind(text)}")
     text = clean(text)
@@ -156,7 +156,7 @@ def _shortened(messages: list[Message], max_bytes: int) -> tuple[Message, ...]:
 
 
 def _cut(data: bytes, room: int) -> str:
-    """Both ends of a text with a note between them, in `room` bytes; nothing where there is no room for the note."""
+    """Return both ends of a text with a note between them, in `room` bytes; empty if the note does not fit."""
     if len(data) <= room:
         return data.decode()
     keep = (room - NOTE_BYTES) // 2
@@ -175,8 +175,8 @@ class EpisodeRunner:
         self._env: Env | None = None
 
     def call(self, verb: Verb, argument: Any) -> Any:
-        """Opening messages of `reset`, `StepResult` of `step`, text of `reference_answer` and `rejected`, None of
-        `close`.
+        """Return the first messages of `reset`, the `StepResult` of `step`, the text of `reference_answer` and
+        `rejected`, None of `close`.
 
         Raises:
           EnvError: the environment threw something, or broke the rules; `stage` is the verb.

@@ -86,7 +86,7 @@ class ForkServer:
         gc.freeze()
 
     def run(self) -> None:
-        """Until the pool is gone."""
+        """Serve until the pool is gone."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake:
@@ -233,7 +233,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux: a process option. Elsewhere nothing."""
+    """Set a process option on Linux; elsewhere do nothing."""
     if sys.platform == "linux":
         import ctypes
 
@@ -248,7 +248,7 @@ def _kill(pid: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes that workers left behind and that came to us."""
+    """Return orphaned processes of workers that this process has adopted."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as f:
             return [int(pid) for pid in f.read().split()]

@@ -16,13 +16,13 @@ class LinkEvents(Protocol):
     """Receives from a link what happens to its workers."""
 
     def ready(self, generation: int) -> None:
-        """The worker takes requests."""
+        """Note that the worker accepts requests."""
 
     def replied(self, generation: int, payload: bytes) -> None:
-        """A line came from the worker."""
+        """Handle a line from the worker."""
 
     def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
-        """The worker is gone."""
+        """Note that the worker is gone."""
 
 
 class WorkerLink(Protocol):
@@ -36,7 +36,7 @@ class WorkerLink(Protocol):
         """Most workers that there may be now; it may change."""
 
     def is_oversized(self, generation: int) -> bool:
-        """Whether a worker holds more of the machine than one that would be started now."""
+        """Return whether a worker holds more resources than one started now would."""
 
     def start(self, generation: int) -> None:
         """Begin to start a worker; `LinkEvents.ready` or `ended` follows."""

@@ -33,7 +33,7 @@ class MixedPool:
             unless_made.pop_all()
 
     async def open(self, task: Task) -> Episode:
-        """An episode of the task's domain; raises like `EnvPool.open`."""
+        """Open an episode of the task's domain; raises like `EnvPool.open`."""
         inner = self.spec.inner(task)
         try:
             episode = await self._pools[task.env].open(inner)
@@ -83,5 +83,5 @@ Pool = EnvPool | MixedPool
 
 
 def open_pool(cfg: PoolConfig, spec: EnvSpec) -> Pool:
-    """The pool for the episodes of an environment."""
+    """Open the pool for the episodes of an environment."""
     return MixedPool(cfg, spec) if isinstance(spec, Mixture) else EnvPool(cfg, spec)

@@ -158,7 +158,7 @@ class EnvPool:
 
     @contextlib.contextmanager
     def _counted(self, verb: Verb) -> Iterator[None]:
-        """Around a call under way."""
+        """Count a call as running inside this context."""
         self._under_way[verb] += 1
         try:
             yield
@@ -289,7 +289,7 @@ class Episode:
 
 
 def _backend_of(cfg: PoolConfig, spec: EnvSpec) -> Backend:
-    """Where this pool's episodes run."""
+    """Return the backend that runs this pool's episodes."""
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
     if where == "thread":

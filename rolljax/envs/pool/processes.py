@@ -30,8 +30,8 @@ SECRET = re.compile(r"(^|_)(API|AUTH|CREDENTIALS?|KEY|PASSWD|PASSWORD|PAT|SECRET
 
 
 def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
-    """Variables for processes that run environments: ours, without what is named like a secret. JAX, should an
-    environment use it, stays off the accelerators; numeric libraries start no threads, as workers are many."""
+    """Return the variables for processes that run environments: ours, without names that look like secrets. If an
+    environment uses JAX, it stays off the accelerators; numeric libraries start no threads, as workers are many."""
     kept = {k: v for k, v in environ.items() if k in pass_env or not SECRET.search(k)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return (
@@ -46,11 +46,14 @@ def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[
 
 
 def spec_bytes(spec: EnvSpec) -> bytes:
-    """The environment's settings for another process. Classes and functions that it cannot import (of a notebook or of
-    the script that was started, lambdas, nested ones) travel along by value, with the globals that they use.
+    """Serialize the environment's settings for another process.
+
+    Classes and functions that it cannot import (of a notebook or of the started script, lambdas, nested ones) are sent
+    by value, with the globals that they use.
 
     Raises:
-      ConfigError: they hold what cannot be sent: an open file, a lock, a connection; or cloudpickle is missing.
+      ConfigError: the settings hold an object that cannot be sent (an open file, a lock, a connection); or cloudpickle
+        is missing.
     """
     with needed("cloudpickle", "PoolConfig.where", otherwise="set PoolConfig.where = 'thread'"):
         import cloudpickle
@@ -172,7 +175,7 @@ class ProcessLink:
     # workers
 
     def _watch(self, peer: _ProcessPeer) -> None:
-        """Have `poll` notice when there is room for what is not sent."""
+        """Watch for room in the pipe while there is unsent data."""
         if bool(peer.pipe.unsent) != peer.writing:
             peer.writing = bool(peer.pipe.unsent)
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
@@ -232,7 +235,7 @@ class ProcessLink:
         child.flush()
 
     def _read_news(self, events: LinkEvents) -> None:
-        """News of workers that ended, or the end of the fork server itself."""
+        """Read the news of ended workers, or the end of the fork server itself."""
         assert self._fork_server is not None
         try:
             told = [json.loads(line) for line in self._fork_server.arrived()]
@@ -270,7 +273,7 @@ class ProcessLink:
 
 
 def _why(code: int | None, rest: int) -> tuple[str, Cause]:
-    """What an exit code says, and who did it."""
+    """Explain an exit code, and name its cause."""
     if code is None:
         return "it could not be forked", "machine"
     cut = f", in the middle of a line ({rest} bytes of it came)" if rest else ""

@@ -146,5 +146,5 @@ class RayLink:
 
 
 def _passed(cfg: PoolConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that the user wants actors to have, where there are such."""
+    """Return the existing variables that the user passes to actors."""
     return tuple(name for name in cfg.pass_env if name in environ)

@@ -90,7 +90,7 @@ class ThreadBackend:
         self._watcher: threading.Thread | None = None
 
     def slot(self) -> ThreadSlot:
-        """A slot for a new episode."""
+        """Return a slot for a new episode."""
         return ThreadSlot(self, EpisodeRunner(self._spec, self._cfg.max_observation_bytes))
 
     def submit(self, call: _Call) -> None:
@@ -191,7 +191,7 @@ class ThreadBackend:
             self._write_off()
 
     def _grow(self) -> None:
-        """Twice as many threads, or as many as calls wait, if every thread is held up."""
+        """Double the number of threads, or add as many as calls wait, if every thread is blocked."""
         with self._lock:
             waiting, held_since_s = self._under_way - len(self._threads), time.monotonic() - HELD_S
             if waiting <= 0 or self._closed.is_set() or len(self._threads) >= self._max_threads:

@@ -39,12 +39,13 @@ class ProtocolError(Exception):
 
 
 def max_reply_bytes(max_observation_bytes: int) -> int:
-    """No honest reply is longer: JSON writes a byte as 6 at most; notes, names and numbers come on top."""
+    """Return a bound on the length of honest replies: JSON writes a byte as at most 6; notes, names and numbers add to
+    it."""
     return 6 * max_observation_bytes + 1_000_000
 
 
 def reply(number: int, verb: Verb, value: Any) -> bytes:
-    """A reply that holds what `EpisodeRunner.call` returned."""
+    """Return a reply with the result of `EpisodeRunner.call`."""
     plain: Any = value
     if verb == "reset":
         plain = [[m.role, m.content] for m in value]
@@ -65,17 +66,17 @@ def reply(number: int, verb: Verb, value: Any) -> bytes:
 
 
 def failure(number: int, error: RolljaxError) -> bytes:
-    """A reply that holds an error."""
+    """Return a reply with an error."""
     cls = type(error).__name__
     value = [cls if cls in _ERRORS else "EnvError", clean(str(error)[:MAX_ERROR_CHARS]), getattr(error, "stage", "")]
     return json.dumps([number, "error", value]).encode()
 
 
 def parse(payload: bytes) -> tuple[int, str, Any]:
-    """Number, outcome and plain value of a reply.
+    """Return number, outcome and plain value of a reply.
 
     Raises:
-      ProtocolError: it is not a JSON list of these three.
+      ProtocolError: the reply is not a JSON list of these three.
     """
     try:
         answer = json.loads(payload.decode())
@@ -87,10 +88,10 @@ def parse(payload: bytes) -> tuple[int, str, Any]:
 
 
 def value_of(verb: Verb, outcome: str, value: Any, max_bytes: int) -> Any | RolljaxError:
-    """What `EpisodeRunner.call` returned or raised, from the plain value of a reply to `verb`.
+    """Return the result or error of `EpisodeRunner.call` from the plain value of a reply to `verb`.
 
     Raises:
-      ProtocolError: it is not of the verb's schema, or it breaks the rules for what an environment says.
+      ProtocolError: the value does not fit the verb's schema, or breaks the rules for observations.
     """
     try:
         if outcome == "error":

@@ -269,7 +269,7 @@ _loop_of: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process (a forked child has its own)."""
+    """Return the event loop of this process (a forked child has its own)."""
     with _lock:
         pid = os.getpid()
         if pid not in _loop_of:
@@ -282,7 +282,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _shared(cfg: McpTools) -> _Connection:
-    """The connection of this process to a server; a new one where the last is dead."""
+    """Return the connection of this process to a server; a new one if the last is dead."""
     _loop()
     with _lock:
         opening = _opening.setdefault(cfg, threading.Lock())
@@ -344,7 +344,7 @@ def _result(answer: Any) -> ToolResult:
 
 
 def _other(part: Any) -> str:
-    """A stand-in for what is not text."""
+    """Return a text in place of content that is not text."""
     resource = getattr(part, "resource", None)
     if resource is not None and getattr(resource, "text", None) is not None:
         return resource.text

@@ -16,7 +16,7 @@ FAILED = "Server returned an error response"
 
 @contextlib.asynccontextmanager
 async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
-    """The SDK's transport over streamable HTTP: a stream of messages from the server, and one to it."""
+    """Open the SDK's transport over streamable HTTP: a stream of messages from the server, and one to it."""
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import MCP_DEFAULT_SSE_READ_TIMEOUT, MCP_DEFAULT_TIMEOUT

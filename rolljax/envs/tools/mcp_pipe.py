@@ -20,7 +20,7 @@ _ID = re.compile(rb'"id"\s*:\s*([0-9]{1,15})')
 
 @contextlib.asynccontextmanager
 async def pipe_transport(server: Child) -> AsyncIterator[tuple[Any, Any]]:
-    """The SDK's transport: a stream of messages from the server, and one to it."""
+    """Open the SDK's transport over pipes: a stream of messages from the server, and one to it."""
     import anyio
     from mcp.shared.message import SessionMessage
 

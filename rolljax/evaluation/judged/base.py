@@ -89,7 +89,7 @@ class JudgedReport:
         return f"**{self.title}**\n\n{tables}\n" + "".join(f"\n{note}\n" for note in self.notes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able record of all of it."""
+        """Return all fields as a JSON value."""
         return dataclasses.asdict(self)
 
     def _repr_markdown_(self) -> str:

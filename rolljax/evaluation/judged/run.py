@@ -43,7 +43,7 @@ def evaluate_judged(
     warn: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> JudgedReport:
-    """Have a model answer the items of a benchmark, have judges rate the answers, and report the results.
+    """Evaluate a model's answers to the items of a benchmark with judges, and report the results.
 
     Args:
       model: an open model. to: a folder for records and report; an unfinished evaluation there resumes, and requests
@@ -85,7 +85,7 @@ def evaluate_judged(
 
 
 def benchmark_of(cfg: JudgedEvaluation, items: Sequence[Item]) -> Benchmark:
-    """The items as tasks of an environment, with the limits within which they are answered."""
+    """Return the items as tasks of an environment, with the limits of their answers."""
     env = ItemEnv(cfg.benchmark.name, tuple(items))
     return Benchmark(env, len(items), max_answer_tok=cfg.benchmark.max_answer_tok, thinking=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def hit_rate(ranks: Sequence[int | None], k: int) -> float:
-    """HR@k: the share of users whose held-out item is among their first `k`.
+    """Compute HR@k: the fraction of users whose held-out item is among their first `k`.
 
     Args:
       ranks: of the item, from 1; None: it is not in the list.
@@ -18,7 +18,7 @@ def hit_rate(ranks: Sequence[int | None], k: int) -> float:
 
 
 def novelty(shares: Sequence[float]) -> float:
-    """Mean self-information of recommended items, `-log2(share)`, in bits (Zhou et al. 2010, PNAS 107).
+    """Compute the mean self-information of recommended items, `-log2(share)`, in bits (Zhou et al. 2010, PNAS 107).
 
     Args:
       shares: of each item among all interactions, above 0.
@@ -27,7 +27,7 @@ def novelty(shares: Sequence[float]) -> float:
 
 
 def accuracy_f1(judged: Sequence[bool], reference: Sequence[bool]) -> tuple[float, float]:
-    """A judge against people: the share of equal verdicts, and F1 of "pass" (0 where neither ever says so)."""
+    """Compare a judge with people: the fraction of equal verdicts, and F1 of "pass" (0 if neither ever passes)."""
     if len(judged) != len(reference) or not reference:
         raise ValueError(f"{len(judged)} verdicts and {len(reference)} labels")
     pairs = list(zip(judged, reference, strict=True))

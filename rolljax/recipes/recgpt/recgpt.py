@@ -61,8 +61,8 @@ class ItemCatalog:
     """Item -> its place."""
 
     def ranked(self, tags: Sequence[str]) -> list[str]:
-        """Items that have one of the tags, best first: an item's score is the sum of `1 / rank` of its tags; of equal
-        ones the earlier in the catalogue is first."""
+        """Return the items that have one of the tags, best first: an item's score is the sum of `1 / rank` of its tags;
+        of equal ones the earlier in the catalogue is first."""
         scores: dict[str, float] = collections.defaultdict(float)
         for rank, tag in enumerate(tags, 1):
             for item in self.tags.get(tag, ()):

@@ -24,11 +24,11 @@ TOPICS = ("tea", "lamp", "sofa", "boot", "kite", "drum", "rice", "mask", "tent",
 
 
 def compress(records: Iterable[Record], actions: Sequence[str] = INTENTIONAL) -> Iterator[dict[str, Any]]:
-    """Users with their events as rows of items, in `rows`; `events` is taken away.
+    """Yield users with their events as rows of items, in `rows` instead of `events`.
 
-    Events of other actions are left out and counted in `left_out`. What remains is counted by day and action, and
-    indexed by item: a row for each, in the order in which items first came, its days and actions in theirs. No count is
-    lost: the counts of a user's rows add up to the events that were kept.
+    Events of other actions are dropped and counted in `left_out`. The rest is counted by day and action, and grouped by
+    item: a row for each, in the order in which items first occurred, its days and actions likewise. No count is lost:
+    the counts of a user's rows add up to the kept events.
     """
     for record in records:
         rows: dict[str, dict[tuple[Any, str], int]] = {}
@@ -55,10 +55,10 @@ def compress(records: Iterable[Record], actions: Sequence[str] = INTENTIONAL) ->
 
 
 def write_history(records: Iterable[Record], max_chars: int = 0) -> Iterator[dict[str, Any]]:
-    """Users with their rows as one text, in `history`: an item on each line, with what was done with it on which day.
+    """Yield users with their rows as one text, in `history`: an item on each line, with its actions by day.
 
     Args:
-      max_chars: of the text; the rows that were touched last are kept, and `rows_cut` says how many are not. 0: all.
+      max_chars: of the text; the most recently used rows are kept, and `rows_cut` counts the others. 0: all.
     """
     for record in records:
         lines, days = [_line(row) for row in record["rows"]], [_last_day(row) for row in record["rows"]]
@@ -83,10 +83,11 @@ def _last_day(row: Mapping[str, Any]) -> Any:
 
 
 def hash_ids(records: Iterable[Record], salt: str, fields: Sequence[str] = ("user",)) -> Iterator[dict[str, Any]]:
-    """Records with hashes, 16 hexadecimal digits, in place of ids. The salt must stay secret, or ids can be tried out.
+    """Yield records with hashes, 16 hexadecimal digits, in place of ids. The salt must stay secret, or ids can be
+    guessed.
 
     Args:
-      fields: that hold ids; those of `rows` and `events` are left alone, as items are public.
+      fields: names of the id fields; fields of `rows` and `events` are unchanged, as items are public.
     """
     for record in records:
         hashed = {
@@ -101,11 +102,11 @@ def hash_ids(records: Iterable[Record], salt: str, fields: Sequence[str] = ("use
 
 
 def curriculum(records: Iterable[Record], subtasks: Sequence[str], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Samples from easy to hard: by the place of their `subtask` in `subtasks`, within one in an order drawn by the
-    seed; `stage` is that place, from 0.
+    """Yield samples from easy to hard: by the place of their `subtask` in `subtasks`, within one in a random order from
+    the seed; `stage` is that place, from 0.
 
     Raises:
-      ValueError: a sample is of no such subtask.
+      ValueError: a sample has another subtask.
     """
     place = {name: i for i, name in enumerate(subtasks)}
     stages: list[list[Record]] = [[] for _ in subtasks]
@@ -123,8 +124,8 @@ def curriculum(records: Iterable[Record], subtasks: Sequence[str], seed: int = 0
 
 
 def synthetic_items(per_topic: int = 40, styles: int = 4) -> list[dict[str, Any]]:
-    """Items, `per_topic` of each of `TOPICS`: `id`, `tags`, `category` (topic and a leaf of it) and `style`, which no
-    tag tells: that is what only other users' behaviour shows."""
+    """Return `per_topic` items of each of `TOPICS`: `id`, `tags`, `category` (topic and a leaf of it) and `style`. No
+    tag contains the style: only other users' behaviour shows it."""
     return [
         {"id": f"{topic}-{n}", "tags": [topic], "category": f"{topic} {n % 5}", "style": n % styles}
         for topic in TOPICS
@@ -135,15 +136,15 @@ def synthetic_items(per_topic: int = 40, styles: int = 4) -> list[dict[str, Any]
 def synthetic_users(
     num: int, items: Sequence[Record], *, seed: int = 0, events: int = 12, shifted: float = 0.5, noise: float = 0.15
 ) -> list[dict[str, Any]]:
-    """Users who like one style in all topics, and one topic at a time; some of them turn to another topic.
+    """Return users who like one style in all topics, and one topic at a time; some of them turn to another topic.
 
     Args:
-      events: of each before the last one. shifted: share of users whose last two events, and the one that is left out,
-        are of another topic than those before. noise: share of the events before these that are of any topic.
+      events: of each before the last one. shifted: fraction of users whose last two events, and the held-out one, are
+        of another topic than the earlier ones. noise: fraction of the earlier events that are of any topic.
 
     Returns:
-      Users with `events - 1` events, and of the one that was left out the item in `target`, its tag in `answer`;
-      `shift`: whether the interest shifted; `style`.
+      Users with `events - 1` events, and the held-out item in `target`, its tag in `answer`; `shift`: whether the
+      interest shifted; `style`.
     """
     rng = random.Random(seed)
     styles = max(item["style"] for item in items) + 1
@@ -175,8 +176,8 @@ def synthetic_users(
 
 
 def tag_questions(records: Iterable[Record], last: int = 6) -> Iterator[dict[str, Any]]:
-    """Users as questions for a policy: `question` names the tags of the `last` things that they touched, newest last,
-    `answer` the tag of the next one; `target_tags` is what a hit is measured by."""
+    """Yield users as questions for a policy: `question` names the tags of their `last` events, newest last, `answer`
+    the tag of the next one; `target_tags` counts as a hit."""
     for record in records:
         tags = [event["tag"] for event in record["events"][-last:]]
         yield {
@@ -188,7 +189,7 @@ def tag_questions(records: Iterable[Record], last: int = 6) -> Iterator[dict[str
 
 
 def hit(prompt: str, answer: str, record: Record) -> float:
-    """1 where one of the tags that a policy writes, separated by commas, is one of the next item's (`target_tags`): the
-    reward of tag prediction, as `Questions.reward` takes it."""
+    """Return 1 if one of the tags in a policy's answer, separated by commas, is one of the next item's (`target_tags`):
+    a reward for `Questions.reward`."""
     said = {tag.strip().lower() for tag in answer[:1000].split(",")[:5]}
     return float(bool(said & {str(tag).lower() for tag in record["target_tags"]}))

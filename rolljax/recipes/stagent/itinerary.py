@@ -54,7 +54,7 @@ class Itinerary:
 
 
 def read(text: str) -> Itinerary | None:
-    """The last JSON object in a text that is an itinerary; None where there is none.
+    """Return the last JSON object in a text that is an itinerary; None if there is none.
 
     `{"date": "2030-03-05", "transport": "T0A1B2", "stops": [{"poi": "P3C4D5", "arrive": "10:30", "leave": "12:00"}],
     "hotel": "H6E7F8"}`
@@ -97,23 +97,23 @@ def _minutes(value: Any) -> int | None:
 
 
 def made_up(world: World, trip: Itinerary) -> bool:
-    """Whether the trip names a place, hotel, train or flight that does not exist."""
+    """Return whether the trip names a place, hotel, train or flight that does not exist."""
     known = [s.poi in world.pois for s in trip.stops]
     return not (all(known) and trip.hotel in world.hotels and trip.transport in world.rides)
 
 
 def way_km(points: Sequence[tuple[float, float]]) -> float:
-    """Length of a way through points."""
+    """Return the length of a path through points."""
     return sum(distance(a, b) for a, b in zip(points, points[1:], strict=False))
 
 
 def check(world: World, wanted: Wanted, trip: Itinerary) -> dict[str, bool | float]:
-    """Every constraint by name; `themes` is the share of the wanted themes that has a visit of its own. The trip names
-    nothing that is made up.
+    """Check every constraint by name; `themes` is the fraction of the wanted themes with a separate visit. The trip
+    must name nothing that is made up.
 
     transport: right cities, right day. date: of the trip. city: of hotel and places. hours: every visit on an opening
-    day, within opening hours, and as long as it takes. times: enough of it to ride from one point to the next. weather:
-    nothing outdoors on a day of rain. distance, budget: not above.
+    day, within opening hours, and long enough. times: enough to ride from one point to the next. weather: nothing
+    outdoors on a day of rain. distance, budget: not above.
     """
     pois = [world.pois[s.poi] for s in trip.stops]
     visits = list(zip(trip.stops, pois, strict=True))
@@ -141,6 +141,6 @@ def _within(stop: Stop, poi: Poi, date: str) -> bool:
 
 
 def to_text(trip: Itinerary) -> str:
-    """The itinerary as `read` reads it."""
+    """Return the itinerary in the form that `read` parses."""
     stops = [{"poi": s.poi, "arrive": clock(s.arrive), "leave": clock(s.leave)} for s in trip.stops]
     return json.dumps({"date": trip.date, "transport": trip.transport, "stops": stops, "hotel": trip.hotel})

@@ -132,7 +132,7 @@ class TravelDeskEnv(PureEnv):
         return to_text(self._trip)
 
     def tools(self) -> ToolSet:
-        """The ten tools."""
+        """Return the ten tools."""
         return desk_tools(self._spec.num_cities, self._spec.num_pois, self._spec.seed)
 
     def reference_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
@@ -201,7 +201,7 @@ def _filters(theme: str, date: str, rain: bool) -> Mapping[str, Any]:
 
 
 def _request(w: World, num_stops: int, rng: random.Random) -> tuple[Wanted, Itinerary]:
-    """A trip that can be made, the best of a few, and a request that it just fulfils."""
+    """Return a request, and a possible trip, the best of a few, that just fulfils it."""
     while True:
         start, city = rng.sample(w.cities, 2)
         date = rng.choice(days())
@@ -217,7 +217,7 @@ def _request(w: World, num_stops: int, rng: random.Random) -> tuple[Wanted, Itin
 def _draw(
     w: World, start: str, city: str, date: str, themes: Sequence[str], rng: random.Random
 ) -> tuple[int, float, Itinerary] | None:
-    """A random trip with its price and its way in km, if its places are open when one gets there."""
+    """Generate a random trip with its price and its path in km; None if a place is closed on arrival."""
     ride = rng.choice(_rides(w, start, city, date))
     hotel = rng.choice(_hotels(w, city))
     dry = w.sky[city, date] != "rain"

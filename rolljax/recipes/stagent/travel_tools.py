@@ -161,7 +161,7 @@ class Desk:
 
 @functools.lru_cache(maxsize=4)
 def desk_tools(num_cities: int, num_pois: int, seed: int) -> FunctionToolSet:
-    """The ten tools over a world. They change nothing, so all episodes share them."""
+    """Return the ten tools over a world. They change nothing, so all episodes share them."""
     d = Desk(world(num_cities, num_pois, seed))
     tools: list[Callable[..., Any]] = [d.poi_search, d.poi_detail, d.route, d.distance_matrix, d.nearby, d.weather]
     tools += [d.flight_search, d.train_search, d.hotel_search, d.web_search]

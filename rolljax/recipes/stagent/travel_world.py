@@ -90,27 +90,27 @@ class Ride:
 
 
 def distance(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Straight-line distance in km."""
+    """Return the straight-line distance in km."""
     return math.hypot(a[0] - b[0], a[1] - b[1])
 
 
 def ride_minutes(km: float) -> int:
-    """Minutes of a ride, rounded up."""
+    """Return the minutes of a ride, rounded up."""
     return math.ceil(round(km * RIDE_MIN_PER_KM, 6))
 
 
 def clock(minutes: int) -> str:
-    """Minutes after midnight as HH:MM."""
+    """Format minutes after midnight as HH:MM."""
     return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
 def days() -> list[str]:
-    """All dates, as texts."""
+    """Return all dates, as texts."""
     return [(FIRST_DAY + datetime.timedelta(d)).isoformat() for d in range(NUM_DAYS)]
 
 
 def weekday(date: str) -> int:
-    """Monday is 0."""
+    """Return the weekday; Monday is 0."""
     return datetime.date.fromisoformat(date).weekday()
 
 
@@ -132,7 +132,7 @@ class World:
         self.index = Bm25([f"{title} {text}" for title, text in self.pages])
 
     def point(self, id: str) -> tuple[str, int, int] | None:
-        """City and place of a poi or hotel."""
+        """Return city and coordinates of a poi or hotel."""
         found = self.pois.get(id) or self.hotels.get(id)
         return (found.city, found.x, found.y) if found else None
 
@@ -189,12 +189,12 @@ class World:
 
 @functools.lru_cache(maxsize=4)
 def world(num_cities: int, num_pois: int, seed: int) -> World:
-    """The world of these settings; made once in a process."""
+    """Return the world of these settings; made once per process."""
     return World(num_cities, num_pois, seed)
 
 
 def _best(w: World, city: str) -> str:
-    """The theme with the cheapest place."""
+    """Return the theme with the cheapest place."""
     return min((p for p in w.pois.values() if p.city == city), key=lambda p: (p.price, p.id)).theme
 
 

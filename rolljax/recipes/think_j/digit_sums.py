@@ -98,5 +98,5 @@ class DigitSums(Judging):
 
 
 def digit_sum(number: str) -> int:
-    """The sum of the decimal digits of a number."""
+    """Return the sum of the decimal digits of a number."""
     return sum(map(int, number))

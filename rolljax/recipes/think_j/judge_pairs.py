@@ -129,7 +129,7 @@ def _chat(model: ChatModel | LoadedModel) -> ChatModel:
 
 
 def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
-    """Indices of the first `num` different tasks of the training split."""
+    """Return the indices of the first `num` different tasks of the training split."""
     found = training_indices(env, held_out_frac, num, range(0, NUM_INDICES, 2))
     if len(found) < num:
         raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")

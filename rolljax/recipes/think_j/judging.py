@@ -80,7 +80,7 @@ class Judging(EnvSpec):
 
     @abc.abstractmethod
     def pair(self, number: int) -> PreferencePair:
-        """Pair `number`, from 0."""
+        """Return pair `number`, from 0."""
 
     @property
     def wording(self) -> Wording:

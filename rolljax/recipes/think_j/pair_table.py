@@ -70,11 +70,11 @@ class PairTable:
     """Pairs without an attempt that was answered in both orders."""
 
     def __getitem__(self, name: str) -> PairRow:
-        """The row of a subset or section, or `all pairs`."""
+        """Return the row of a subset or section, or `all pairs`."""
         return next(row for row in self.rows if row.name == name)
 
     def markdown(self) -> str:
-        """The table, to paste."""
+        """Return the table as Markdown."""
         cells = [
             [row.name, str(row.pairs), *(str(row.estimates[m]) if m in row.estimates else "" for m in METRICS)]
             for row in self.rows
@@ -86,7 +86,7 @@ class PairTable:
 
 
 def score(env: Judging, trajectories: Sequence[Trajectory], keys: Sequence[Key]) -> tuple[list[PairScores], int]:
-    """The scores of every pair.
+    """Compute the scores of every pair.
 
     Args:
       trajectories: attempts in both orders (`EnvSpec.variants`), with their keys, whose siblings of equal number are
