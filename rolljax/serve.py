@@ -47,7 +47,7 @@ LINES = 4
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.serve", description="Serve a model over HTTP.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its newest checkpoint (or --step)")
@@ -79,7 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 
@@ -159,7 +159,7 @@ def check_source(
 
 
 def read_keys(given: str | None) -> tuple[str, ...]:
-    """Keys from the option, or else from the environment."""
+    """Return the keys from the option, or else from the environment."""
     text = os.environ.get(API_KEY, "") if given is None else given
     keys = tuple(key.strip() for key in text.split(",") if key.strip())
     if given is not None and not keys:
@@ -168,7 +168,7 @@ def read_keys(given: str | None) -> tuple[str, ...]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, which refuses connections until the server is ready."""
+    """Return a bound socket, which refuses connections until the server is ready."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -342,13 +342,13 @@ async def warm_up(service: Service, url: str) -> None:
 
 
 def url(listener: socket.socket) -> str:
-    """The address under which a listener is reached."""
+    """Return the address of a listener."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def hello(service: Service, listener: socket.socket) -> str:
-    """The line that says where the server is and how to try it."""
+    """Return the line with the server's address and an example request."""
     key = " -H 'Authorization: Bearer KEY'" if service.limits.keys else ""
     cfg, name = service.sampler.engine.cfg, service.served.name
     return (

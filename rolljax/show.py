@@ -39,7 +39,7 @@ LIMIT = 3
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.show", description="Look at a run in a terminal.")
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="a step whose rollouts are kept")
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:
@@ -93,7 +93,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def open_run(path: str) -> RunReader:
-    """The run folder at a path.
+    """Open the run folder at a path.
 
     Raises:
       ConfigError: there is none.
@@ -111,7 +111,7 @@ def open_run(path: str) -> RunReader:
 
 
 def show_run(page: Console, folder: RunReader, names: Sequence[str]) -> None:
-    """What it reached, its curves, and what there is to look at."""
+    """Print a run's results, its curves, and the steps with rollouts."""
     from rolljax.run.summary import summary_lines
 
     for line in summary_lines(folder):
@@ -157,11 +157,11 @@ def compare(page: Console, one: RunReader, two: RunReader, names: Sequence[str])
 
 
 def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
-    """The values of each metric over the steps that have it, in the order of `names`; rewards of reference answers,
-    which supervised phases train on, are left out.
+    """Yield the values of each metric over the steps that have it, in the order of `names`; rewards of reference
+    answers, on which supervised phases train, are left out.
 
     Raises:
-      ConfigError: a name that no metric has.
+      ConfigError: no metric has this name.
     """
     from rolljax.config.check import nearest
     from rolljax.metrics import is_known
@@ -208,16 +208,16 @@ def show_step(page: Console, folder: RunReader, step: int, limit: int | None = N
 
 
 def spread(group: Sequence[Trajectory]) -> float:
-    """Standard deviation of a group's rewards."""
+    """Return the standard deviation of a group's rewards."""
     mean = sum(t.reward for t in group) / len(group)
     return (sum((t.reward - mean) ** 2 for t in group) / len(group)) ** 0.5
 
 
 def read_step(folder: RunReader, step: int) -> list[Trajectory]:
-    """The trajectories of a step.
+    """Return the trajectories of a step.
 
     Raises:
-      ConfigError: they are not there.
+      ConfigError: the step has none.
     """
     steps = folder.rollout_steps()
     if step not in steps:
@@ -231,7 +231,7 @@ def read_step(folder: RunReader, step: int) -> list[Trajectory]:
 
 
 def show_trajectories(page: Console, folder: RunReader, args: argparse.Namespace) -> None:
-    """The best, worst or failed trajectories of a step, turn by turn."""
+    """Print the best, worst or failed trajectories of a step, turn by turn."""
     step = newest(folder, failed=args.failed) if args.step is None else args.step
     if step is None:
         page.print("no rollouts that are kept have failed" if args.failed else "this run kept no rollouts")
@@ -248,7 +248,7 @@ def show_trajectories(page: Console, folder: RunReader, args: argparse.Namespace
 
 
 def newest(folder: RunReader, *, failed: bool) -> int | None:
-    """The newest step with rollouts; failed: of those in which a trajectory was lost. None if there is none."""
+    """Return the newest step with rollouts; failed: among steps that lost a trajectory. None if there is none."""
     kept = folder.rollout_steps()
     if failed:
         lost = {row["step"] for row in folder.rows() if row.get("rollout/fail_frac", 0) > 0}
@@ -319,19 +319,19 @@ def make_table(*columns: str) -> Any:
 
 
 def cells(*texts: str) -> list[Any]:
-    """Texts for the cells of a row."""
+    """Return texts as the cells of a row."""
     from rich.text import Text
 
     return [Text(visible(text)) for text in texts]
 
 
 def short(text: str) -> str:
-    """The end of a task on one line."""
+    """Return the end of a task on one line."""
     return visible(text[-TASK_CHARS:], lines=False)
 
 
 def number(value: float) -> str:
-    """A number of a metric, with four digits or as a whole."""
+    """Format a number of a metric, with four digits or as a whole."""
     return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
 
 

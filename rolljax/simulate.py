@@ -44,7 +44,7 @@ UNKNOWN = (
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m rolljax.simulate", description="Play a recipe's steps on a virtual clock."
     )
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []
@@ -118,7 +118,8 @@ def simulate(recipe: Recipe, timings: Timings, steps: int | None = None) -> tupl
 
 
 def sampling_part(recipe: Recipe, steps: int | None) -> Recipe:
-    """The phases that sample, at most `steps` of each, from the start of a task, without checkpoints."""
+    """Return the recipe with only the phases that sample, at most `steps` of each, from the start of a task, without
+    checkpoints."""
     phases = tuple(
         dataclasses.replace(p, steps=min(p.steps, steps or p.steps), start_states=None)
         for p in recipe.phases
@@ -135,7 +136,7 @@ def sampling_part(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def applied(record: Mapping[str, Any], recipe: Recipe, where: str = "") -> Timings:
-    """Timings from their JSON, those of slices with the recipe's model."""
+    """Build timings from JSON; slices use the recipe's model."""
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig
     from rolljax.simulation import roofline
@@ -152,7 +153,7 @@ def applied(record: Mapping[str, Any], recipe: Recipe, where: str = "") -> Timin
 
 
 def timings_record(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    """The JSON of the timings that were named; of the defaults, if none were."""
+    """Return the JSON of the named timings, or of the defaults."""
     from rolljax.simulation import fitting
     from rolljax.simulation.timings import to_json
 
@@ -195,7 +196,7 @@ def read_timings(name: str) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """A value as Python writes it; else the text itself."""
+    """Parse a Python literal; return any other text unchanged."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
@@ -203,7 +204,7 @@ def literal(text: str) -> Any:
 
 
 def with_timing(record: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The timings with setting `Class.field` at a value."""
+    """Return the timings with setting `Class.field` at a value."""
     cls, _, field = name.partition(".")
     place, found = PLACES[cls], dict(record)
     inner = found
@@ -215,7 +216,7 @@ def with_timing(record: Mapping[str, Any], name: str, value: Any) -> dict[str, A
 
 
 def with_setting(recipe: Recipe, name: str, value: Any) -> Recipe:
-    """The recipe with `Phase.field`, `SamplerConfig.field` or `Recipe.field` at a value."""
+    """Return the recipe with `Phase.field`, `SamplerConfig.field` or `Recipe.field` at a value."""
     cls, _, field = name.rpartition(".")
     try:
         match cls:
@@ -285,7 +286,7 @@ def sweep(recipe: Recipe, record: Mapping[str, Any], args: argparse.Namespace) -
 
 
 def say(table: Any, warnings: Sequence[str]) -> None:
-    """A table on stdout, and what a real run would stumble over on stderr."""
+    """Print a table on stdout, and the problems that a real run would have on stderr."""
     from rich.console import Console
 
     console = Console(highlight=False)

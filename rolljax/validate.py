@@ -47,15 +47,16 @@ class Budget:
         self._end, self._num_left = time.monotonic() + seconds, num_checks
 
     def share_s(self) -> float:
-        """Seconds for the next check."""
+        """Return the seconds for the next check."""
         share = max(0.0, self._end - time.monotonic()) / max(1, self._num_left)
         self._num_left -= 1
         return share
 
     def spend(self, run: Callable[[int], T], num_tasks: int) -> tuple[T, str]:
-        """What `run(n)` gives for as many tasks `n` as the next share allows, one at least; and a note on those tasks.
+        """Return the result of `run(n)` for as many tasks `n` as the next share allows, at least one, and a note on
+        `n`.
 
-        It is run on one task first, then on as many as what is left allows at the speed of the last time.
+        It is called with one task first, then with as many as the remaining time allows at the latest speed.
         """
         end, n = time.monotonic() + self.share_s(), 1
         while True:
@@ -72,7 +73,7 @@ class Budget:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.validate", description="Check an environment.")
     parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum, module.Class, ...")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="how many tasks to play (default: 50)")
@@ -87,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:
@@ -132,10 +133,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
-    """The rows, and one more if an exception ends them: whatever an environment raises is what was found.
+    """Yield the rows, and one more if an exception ends them: an exception of an environment is a finding.
 
     Raises:
-      ConfigError: of this machine or the settings: every check would say it again.
+      ConfigError: this machine or the settings are the cause: every check would repeat it.
     """
     from rolljax.errors import ConfigError, EnvError, RolljaxError, boundary
 
@@ -149,7 +150,7 @@ def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
 
 
 def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """Every check, whatever becomes of the others."""
+    """Run every check, whatever the results of the others."""
     from rolljax.envs.checks import CHECKS, NEED_GOLD
 
     lacks = without_reference(spec)
@@ -161,8 +162,8 @@ def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
 
 
 def without_reference(spec: EnvSpec) -> str:
-    """What stands for the result of a check that needs reference answers; empty if there are any. An environment that
-    fails here is left to the checks."""
+    """Return the result of a check that needs reference answers if there are none; empty if there are any. An
+    environment that fails here is left to the checks."""
     from rolljax.envs import checks
     from rolljax.errors import EnvError, RolljaxError, boundary
 
@@ -174,13 +175,13 @@ def without_reference(spec: EnvSpec) -> str:
 
 
 def checked(name: str, run: Callable[[int], str], num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """What one check has seen."""
+    """Yield the result of one check."""
     seen, note = budget.spend(run, num_tasks)
     yield name, "ok", seen + note
 
 
 def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """Answers that take no thought: what wins more than chance without being the reference answer is a hole."""
+    """Try constant answers: one that wins more than chance without being the reference answer is a hole."""
     from rolljax.envs import checks
     from rolljax.envs.constants import CONSTANTS
 
@@ -201,7 +202,7 @@ def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[Check
 
 
 def measure(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """Players that know nothing, and speed."""
+    """Measure players that know nothing, and speed."""
     from rolljax.envs import checks
 
     players = {"empty answers": checks.always("")}
@@ -226,7 +227,7 @@ def solved_frac(spec: EnvSpec, act: Act, num_tasks: int) -> float:
 
 
 def steps_per_s(spec: EnvSpec, act: Act, num_tasks: int) -> float:
-    """Steps in a second of a player in the first tasks."""
+    """Return a player's steps per second in the first tasks."""
     from rolljax.envs import checks
 
     start = time.perf_counter()

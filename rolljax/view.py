@@ -28,7 +28,7 @@ TOKEN = "ROLLJAX_VIEW_TOKEN"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the command line; `--help` explains each argument. None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.view", description="Look at runs in a browser.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder with run folders in it")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:
@@ -128,7 +128,7 @@ def given_token(args: argparse.Namespace) -> str:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine can reach a listener."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 

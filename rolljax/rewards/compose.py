@@ -37,7 +37,7 @@ class Composed:
                 future.cancel()
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, and their faults by kind."""
+        """Return the number of calls, and of their faults by kind."""
         found: collections.Counter[str] = collections.Counter()
         for scorer in self._scorers:
             found.update(scorer.counts())

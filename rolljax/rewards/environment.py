@@ -34,7 +34,7 @@ class EnvironmentScorer:
         return Reward(trajectory.reward, trajectory.reward_parts, trajectory.success, by_turn)
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, and their faults by kind."""
+        """Return the number of calls, and of their faults by kind."""
         return {}
 
     async def close(self) -> None:

@@ -98,7 +98,7 @@ class FunctionScorer:
         return await self._calls.answer(what, ask, lambda kept: read_reward(kept, name))
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, and their faults by kind."""
+        """Return the number of calls, and of their faults by kind."""
         return self._calls.counts()
 
     async def close(self) -> None:

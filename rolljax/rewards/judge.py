@@ -142,7 +142,8 @@ class JudgeScorer:
         return await self._calls.answer(json.dumps([[[m.role, m.content] for m in prompt], number]), once, kept)
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, and faults of calls and their model by kind; `failed` of the calls is the last of the model's own."""
+        """Return the number of calls, and of faults of calls and their model by kind; `failed` counts the model's own
+        faults only."""
         own = collections.Counter(self._calls.counts())
         del own["failed"]
         return own + collections.Counter(self._model.counts())

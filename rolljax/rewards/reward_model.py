@@ -184,7 +184,7 @@ class ModelScorer:
         self._rows = RowScores(value, self._mesh, cfg.batch_tok)
 
     def counts(self) -> Mapping[str, int]:
-        """Counts of episodes that the model scored, and of the batches this took."""
+        """Return the number of episodes that the model scored, and of the batches this took."""
         return {**self._counts, "batches": self._rows.batches if self._rows else 0}
 
     async def close(self) -> None:

@@ -153,7 +153,7 @@ class RuleScorer:
         return Reward(found.reward, parts, found.success if SAYS in found.metrics else None)
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, and their faults by kind."""
+        """Return the number of calls, and of their faults by kind."""
         late = {"timeout": n} if (n := sum(self._pool.stats.timeouts.values())) else {}
         return self._counts + collections.Counter(late)
 

@@ -118,11 +118,11 @@ class TrajectoryBuilder:
         self.last = (text, result.messages)
 
     def truncate(self, stage: str, why: str, kind: Literal["limit", "agent"] = "limit") -> None:
-        """The episode ends before its end, and counts."""
+        """Cut the episode short; it still counts."""
         self.status, self.fault = "truncated", Fault(kind, stage, why)
 
     def end_in_loop(self) -> None:
-        """The policy repeats itself: a failure in an evaluation, and nothing to learn from."""
+        """End an episode whose policy repeats itself: a failure in an evaluation, and dropped in training."""
         why = f"the same answer {self.repeats} times in a row, to no effect"
         if self.key.stream == EVAL_STREAM:
             return self.truncate("repeat", why, kind="agent")
@@ -151,7 +151,7 @@ class TrajectoryBuilder:
 
 
 def fault_of(error: RolljaxError) -> Fault:
-    """Whose failure it was."""
+    """Return the fault that an error stands for, with its owner."""
     if isinstance(error, EnvError):
         infra = isinstance(error, InfraError)
         kind: FaultKind = "infra" if infra else "limit" if error.stage == "episode" else "env"

@@ -47,11 +47,11 @@ def open_rewards(
     *,
     only_free: bool = False,
 ) -> Scoring | None:
-    """The rewards of settings, open; None where the environment's own is all there is.
+    """Open the rewards in the settings; None if there are only the environment's own.
 
     Args:
-      reward: of the recipe: of all tasks whose domain has none of its own. around: of the recipe; each domain gets its
-        own environment, and a folder of its own. only_free: leave out those that are not free (`RewardConfig.is_free`).
+      reward: the recipe's, for all tasks of domains without their own. around: the recipe's; each domain gets its own
+        environment and folder. only_free: leave out rewards that are not free (`RewardConfig.is_free`).
 
     Raises:
       ConfigError: see `RewardConfig.open`.
@@ -66,7 +66,7 @@ def open_rewards(
 def _by_domain(
     reward: RewardConfig | None, domains: Domains, around: RewardContext
 ) -> Iterator[tuple[str, RewardConfig, RewardContext]]:
-    """The name of each domain that has a reward, that reward, and what it may look at."""
+    """Yield the name of each domain that has a reward, that reward, and its context."""
     if not isinstance(around.env, Mixture):
         if reward is not None:
             yield "", reward, around

@@ -64,10 +64,10 @@ class DomainSettings:
         return (self.top_k or 0) > 0 or (self.top_p or 1.0) < 1 or (self.min_p or 0.0) > 0
 
     def sampling(self, params: SamplingParams, *, in_training: bool) -> SamplingParams:
-        """How this domain is sampled where the others are sampled with `params`.
+        """Return this domain's sampling parameters where the others use `params`.
 
         Args:
-          in_training: else only the length of answers is the domain's own.
+          in_training: otherwise only the length of answers is the domain's own.
         """
         changes: dict[str, float] = {"max_tokens": self.max_answer_tok} if self.max_answer_tok else {}
         if in_training:
@@ -86,7 +86,7 @@ def group_filters(cfg: FilterConfig, domains: Domains) -> GroupFilters:
 
 
 def open_shares(env: EnvSpec, phase: MixturePhase) -> MixtureShares | None:
-    """The shares of a phase; None where there is no mixture."""
+    """Return the shares of a phase; None without a mixture."""
     return MixtureShares(env.weights, phase.mixture) if isinstance(env, Mixture) else None
 
 

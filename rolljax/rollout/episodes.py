@@ -49,7 +49,7 @@ class Policy(Protocol):
     """Whoever answers."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        """The tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
+        """Return the tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
         ...
 
 
@@ -91,10 +91,10 @@ class ScriptedPolicy:
 
 
 def expert(tokens: np.ndarray, max_answer_tok: int) -> Completion:
-    """An answer that was given, not sampled.
+    """Return a given answer as a completion that was not sampled.
 
     Raises:
-      DataError: it is longer than an answer may be.
+      DataError: the answer is too long.
     """
     if len(tokens) > max_answer_tok:
         raise DataError(f"an answer of {len(tokens)} tokens, Recipe.max_answer_tok is {max_answer_tok}")
@@ -145,7 +145,7 @@ class EpisodeCounts:
 
     @contextlib.contextmanager
     def counted(self, key: Key) -> Iterator[None]:
-        """Around one episode."""
+        """Count an episode as running inside this context, and as done afterwards."""
         done, under_way = self._counts.get(key.stream, (0, 0))
         self._counts[key.stream] = done, under_way + 1
         try:
@@ -157,7 +157,7 @@ class EpisodeCounts:
                 del self._counts[key.stream]
 
     def __str__(self) -> str:
-        """One clause for each stream: `training: 448 episodes done, 64 under way`."""
+        """Return one clause for each stream: `training: 448 episodes done, 64 under way`."""
         return "; ".join(
             f"{'evaluation' if stream == EVAL_STREAM else 'training'}: {done} episodes done, {under_way} under way"
             for stream, (done, under_way) in list(self._counts.items())

@@ -75,7 +75,7 @@ class GroupFilters:
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
-    """Whether a trajectory is one to learn from."""
+    """Return whether to train on a trajectory."""
     if t.status == "failed" or not t.turns:
         return False
     if cfg.tampering == "drop" and t.tampered:
@@ -84,7 +84,7 @@ def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
 
 
 def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
-    """The trajectory with the reward that counts."""
+    """Return the trajectory with the reward that counts."""
     if cfg.tampering != "zero" or not t.tampered:
         return t
     turns = tuple(dataclasses.replace(turn, reward=min(turn.reward, 0.0)) for turn in t.turns)

@@ -30,7 +30,7 @@ class Perplexities:
 
 
 def ratios_of(names: Iterable[str], found: Mapping[str, Perplexities]) -> dict[str, float]:
-    """How many times the teacher's perplexity the student's is, by domain."""
+    """Return the student's perplexity over the teacher's, by domain."""
     return {name: found[name].student / found[name].teacher for name in names}
 
 
@@ -231,13 +231,13 @@ class MixtureShares:
         self._measured_at = -1
 
     def shares(self, step: int) -> Shares:
-        """Those of a step of the phase, as they are now."""
+        """Return the current shares of a step of the phase."""
         if self._rule is None:
             return self._weights
         return self._rule.shares(self._weights, step, self._memory)
 
     def asks(self, step: int) -> int:
-        """Tasks of each domain whose perplexities the rule asks for before `step` begins; 0: it asks for none."""
+        """Return the number of tasks of each domain whose perplexities the rule needs before `step` begins; 0: none."""
         every = self._rule.measure_every if self._rule else 0
         return self._rule.validation if self._rule and every and step % every == 0 and step > self._measured_at else 0
 
@@ -255,11 +255,11 @@ class MixtureShares:
             self._memory = self._rule.learn(self._weights, self._memory, outcomes)
 
     def row(self) -> dict[str, float]:
-        """Metrics: the ratios of perplexities where a rule measures them."""
+        """Return the metrics: the ratios of perplexities if a rule measures them."""
         return {f"domain/{name}/perplexity_ratio": r for name, r in self._memory.get("ratios", {}).items()}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as a JSON value."""
         return {"memory": dict(self._memory), "measured_at": self._measured_at}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -24,10 +24,10 @@ NEAR = 1e-9
 
 
 def normalised(weights: Mapping[str, float]) -> dict[str, float]:
-    """Weights as shares that add up to 1.
+    """Scale weights to shares that add up to 1.
 
     Raises:
-      ConfigError: one is negative or no finite number, or all are 0.
+      ConfigError: a weight is negative or no finite number, or all are 0.
     """
     whole = math.fsum(weights.values())
     if not all(math.isfinite(w) and w >= 0 for w in weights.values()) or not whole > 0:
@@ -36,10 +36,10 @@ def normalised(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def apportion(groups: int, shares: Shares, carried: dict[str, float]) -> dict[str, int]:
-    """Whole groups for each domain; adds up to `groups`.
+    """Return a whole number of groups for each domain; they add up to `groups`.
 
     Args:
-      carried: by domain what it was owed before (negative: given too much); changed to what it is owed now.
+      carried: by domain, the groups still owed to it (negative: it got too many); updated in place.
     """
     exact = {name: groups * share for name, share in shares.items()}
     found = {name: math.floor(x + NEAR) for name, x in exact.items()}
@@ -62,7 +62,7 @@ def apportion(groups: int, shares: Shares, carried: dict[str, float]) -> dict[st
 
 
 def spread(numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """The places of a step, so that any first few of them hold every domain as nearly as can be in proportion."""
+    """Return the order of domains in a step, so that every prefix holds them as nearly in proportion as possible."""
     total, given = sum(numbers.values()), dict.fromkeys(numbers, 0)
     places = []
     for k in range(1, total + 1):
@@ -94,7 +94,7 @@ class StepPlan:
         return self._shares is not None
 
     def places(self, step: int) -> tuple[str, ...]:
-        """Domains of the groups of `step`, one that is not over."""
+        """Return the domains of the groups of `step`, which must not be over."""
         if self._shares is None:
             return ("",) * self._prompts
         while self._next <= step:
@@ -104,22 +104,22 @@ class StepPlan:
         return self._planned[step]
 
     def first(self, step: int, number: int) -> Iterator[str]:
-        """The first `number` places of `step` and those behind it."""
+        """Yield the first `number` places from the start of `step` on."""
         if self._shares is None:
             return itertools.repeat("", number)
         return itertools.islice((d for s in itertools.count(step) for d in self.places(s)), number)
 
     def shares(self, step: int) -> Shares:
-        """The shares that `step`, the one that was trained last or a later one, was planned with."""
+        """Return the shares for which `step`, the last trained one or a later one, was planned."""
         return self._shares_of[step]
 
     def forget(self, step: int) -> None:
-        """Steps before `step` are over."""
+        """Drop the plans of steps before `step`."""
         self._shares_of = {s: shares for s, shares in self._shares_of.items() if s >= step - 1}
         self._planned = {s: places for s, places in self._planned.items() if s >= step}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as a JSON value."""
         planned = {str(step): list(places) for step, places in self._planned.items()}
         shares = {str(step): dict(of) for step, of in self._shares_of.items()}
         return {"next": self._next, "carried": dict(self._carried), "planned": planned, "shares": shares}

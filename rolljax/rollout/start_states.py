@@ -119,7 +119,7 @@ def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | No
 
 
 def _fisher(s0: int, n0: int, s1: int, n1: int) -> float:
-    """P(at least s1 of the s0 + s1 successes fall on the n1 side) if the side does not matter."""
+    """Return P(at least s1 of the s0 + s1 successes fall on the n1 side) if the side does not matter."""
     from scipy.stats import hypergeom
 
     return float(hypergeom.sf(s1 - 1, n0 + n1, s0 + s1, n1))
@@ -171,14 +171,14 @@ class StartCurriculum:
         self._reference_answer: dict[str, asyncio.Future[Start]] = {}
 
     def fork(self, expert: Expert) -> int | None:
-        """The crucial chunk of an expert's episode, if one stands out."""
+        """Return the crucial chunk of an expert's episode, if one stands out."""
         went = self._rates.get(expert.id, {})
         rates = [(went.get(j, "").count("1"), len(went.get(j, ""))) for j in range(expert.turns)]
         certain = rates[-1][1]  # behind the last chunk is the expert's success
         return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
 
     async def choose(self, task: Task, prompt_index: int) -> Start | None:
-        """Where group `draw` starts; None: at the beginning, for want of an expert."""
+        """Return the start of group `prompt_index`; None: at the beginning, if there is no expert."""
         expert = await self._expert(task)
         if expert is None:
             return None
@@ -230,7 +230,7 @@ class StartCurriculum:
             (self._newer if t.task.id in self._experts else self._experts)[t.task.id] = found
 
     def row(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics of a step, whose episodes `learn` has taken in."""
+        """Return the metrics of a step after `learn` has processed its episodes."""
         experts = {t.expert for g in groups for t in g.trajectories if t.expert}
         forks = [self.fork(e) is not None for e in experts]
         return {
@@ -243,7 +243,7 @@ class StartCurriculum:
         }
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON."""
+        """Return the whole state, as a JSON value."""
         return {
             "distance": self.distance,
             "recent": [bool(x) for x in self._recent],
@@ -273,7 +273,7 @@ class StartCurriculum:
         return await self._reference_answer[task.id]
 
     async def _play_reference(self, task: Task) -> Start:
-        """The scripted player's episode."""
+        """Play the scripted player's episode."""
         episode = await self._pool.open(task)
         try:
             chunks = []

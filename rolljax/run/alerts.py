@@ -57,7 +57,7 @@ class Alerts:
         """Of long rounds (`TailBatching`) and of all others, each by itself."""
 
     def step(self, groups: Sequence[Group]) -> list[str]:
-        """What is worth saying about the trajectories of a step; of reference answers only that they fail."""
+        """Return warnings about the trajectories of a step; about reference answers only that they fail."""
         every = [t for g in groups for t in g.trajectories]
         texts = [self._failures(every)]
         if self._phase.algorithm.source == "sampler":
@@ -65,7 +65,7 @@ class Alerts:
         return [text for text in texts if text]
 
     def row(self, row: Mapping[str, float]) -> list[str]:
-        """What is worth saying about a step's metrics."""
+        """Return warnings about a step's metrics."""
         return [*self._pages(row), *self._distance(row)]
 
     def _distance(self, row: Mapping[str, float]) -> list[str]:
@@ -80,7 +80,7 @@ class Alerts:
         ]
 
     def _pages(self, row: Mapping[str, float]) -> list[str]:
-        """What is to be said of the sampler's settings: nothing where pages cannot run out."""
+        """Return warnings about the sampler's settings; none if pages cannot run out."""
         cfg = self._recipe.sampler
         if cfg.pages is None or "sampler/preempt_n" not in row:
             return []
@@ -119,7 +119,7 @@ class Alerts:
         )
 
     def _cuts(self, every: Sequence[Trajectory]) -> str:
-        """The limit that cut most of the trajectories."""
+        """Return a warning that names the limit that cut most of the trajectories."""
         stages = Counter(t.fault.stage for t in every if t.status == "truncated" and t.fault)
         stage, number = stages.most_common(1)[0] if stages else ("", 0)
         if number < MOST * len(every) or not self._once(f"cut {stage}"):
@@ -136,7 +136,7 @@ class Alerts:
         return f"{number} of {len(every)} {what}"
 
     def _first_answers(self, every: Sequence[Trajectory]) -> str:
-        """Episodes of several turns that a cut answer ended at once."""
+        """Return a warning about episodes of several turns that a cut first answer ended."""
         if self._recipe.max_turns == 1:
             return ""
         ended = [t for t in every if len(t.turns) == 1 and t.fault and t.fault.stage == "answer"]
@@ -161,7 +161,7 @@ class Alerts:
 
 
 def unfilled_step(phase: Phase, found: int, drawn: int) -> str:
-    """That dynamic sampling did not fill a step: `found` of the `drawn` groups have a signal."""
+    """Return a warning that dynamic sampling did not fill a step: `found` of the `drawn` groups have a signal."""
     algorithm = phase.algorithm
     return (
         f"only {found} of {phase.prompts_per_step} groups of a step have a signal after "
@@ -171,7 +171,8 @@ def unfilled_step(phase: Phase, found: int, drawn: int) -> str:
 
 
 def best_and_worst(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those of highest and of lowest reward, the first of equals; one where they are the same, none if all failed."""
+    """Return the trajectories of highest and of lowest reward, the first of equals; one if they are the same, none if
+    all failed."""
     alive = [t for t in trajectories if t.status != "failed" and t.turns]
     if not alive:
         return []
@@ -180,19 +181,19 @@ def best_and_worst(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def samples(trajectories: Sequence[Trajectory]) -> list[str]:
-    """A good and a bad answer, a line each (`best_and_worst`)."""
+    """Return a good and a bad answer, a line each (`best_and_worst`)."""
     return [sample_line(name, t) for name, t in zip(("good", "bad"), best_and_worst(trajectories), strict=False)]
 
 
 def sample_line(name: str, t: Trajectory) -> str:
-    """One line: reward, the end of the task, the last answer."""
+    """Return one line: reward, the end of the task, the last answer."""
     turns = f" (turn {len(t.turns)})" if len(t.turns) > 1 else ""
     question, answer = shortened(t.task.content, head=False), shortened(t.turns[-1].text)
     return f"  {name:4} {t.reward:6.3f}  {question} -> {answer}{turns}"
 
 
 def shortened(text: str, *, head: bool = True) -> str:
-    """On one line, control characters written out; of a long text its beginning, or its end."""
+    """Format text on one line, control characters written out; of a long text keep the beginning, or the end."""
     cut = text[:SHOWN_CHARS] if head else text[-SHOWN_CHARS:]
     line = visible(cut, lines=False)
     dots = "..." if len(text) > SHOWN_CHARS else ""

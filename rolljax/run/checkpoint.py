@@ -110,19 +110,19 @@ class Checkpoints:
             return RunProgress(**json.loads(path.read_text()), waiting=path.with_name(WAITING).read_text())
 
     def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
-        """The train state, placed as `shardings` say, on whatever mesh they are of."""
+        """Return the train state, placed as `shardings` say, on any mesh."""
         return read(self.folder / name, abstract, shardings)
 
     def params(self, name: str, abstract: Params, shardings: Params) -> Params:
-        """The policy's parameters alone, placed as `shardings` say; whatever else the state is made of is not read."""
+        """Return the policy's parameters alone, placed as `shardings` say; the rest of the state is not read."""
         return read_part(self.folder / name, ("policy", "params"), abstract, shardings)
 
     def find(self, step: Step) -> Saved:
-        """The newest whole checkpoint of a step, or the one of the highest held-out reward.
+        """Return the newest valid checkpoint of a step, or the one with the highest held-out reward.
 
         Raises:
-          ConfigError: none is kept of that step, or none was evaluated; the message says which steps are kept.
-          CheckpointError: those of that step are damaged.
+          ConfigError: no checkpoint of that step is kept, or none was evaluated; the message lists the kept steps.
+          CheckpointError: the checkpoints of that step are damaged.
         """
         names = self.best(1) if step == "best" else [n for n in reversed(self.names()) if step_of(n) == step]
         kept = ", ".join(str(s) for s in dict.fromkeys(map(step_of, self.names()))) or "none"
@@ -150,7 +150,8 @@ class Checkpoints:
         return self._rewards[name]
 
     def best(self, number: int) -> list[str]:
-        """Up to `number` checkpoints of the highest held-out rewards, the best first; of equal ones the earlier."""
+        """Return up to `number` checkpoints with the highest held-out rewards, the best first; of equal ones the
+        earlier."""
         rewards = {n: self.heldout_reward(n) for n in self.names() if n not in self._bad}
         found = [(reward, -_serial(name), name) for name, reward in rewards.items() if reward is not None]
         return [name for _, _, name in sorted(found, reverse=True)[:number]]
@@ -172,7 +173,7 @@ class Checkpoints:
 
 
 def step_of(name: str) -> int:
-    """`total_steps` of a checkpoint, by its name."""
+    """Return `total_steps` of a checkpoint, by its name."""
     return int(name.rpartition("_")[2])
 
 
@@ -214,7 +215,8 @@ def _give_back_memory() -> None:
 
 
 def read(path: Path, abstract: Any, shardings: Any) -> Any:
-    """The arrays of a folder that `write` made, placed as `shardings` say; their holders all call it."""
+    """Read the arrays of a folder that `write` made, placed as `shardings` say; all processes that hold them must call
+    it."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
@@ -226,7 +228,7 @@ def read(path: Path, abstract: Any, shardings: Any) -> Any:
 
 
 def read_part(path: Path, keys: Sequence[str], abstract: Any, shardings: Any) -> Any:
-    """The arrays below `keys` in a folder that `write` made, placed as `shardings` say."""
+    """Read the arrays below `keys` in a folder that `write` made, placed as `shardings` say."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
@@ -248,7 +250,7 @@ def read_part(path: Path, keys: Sequence[str], abstract: Any, shardings: Any) ->
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a folder that `write` made, one file by name; empty if it is as it was written."""
+    """Describe the damage of a folder that `write` made, naming one file; empty if it is undamaged."""
     try:
         text = reading.read_bytes(path / MANIFEST).decode()
     except FileNotFoundError:
@@ -271,14 +273,14 @@ def damage(path: Path) -> str:
 
 
 def digests(path: Path, names: list[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder, in hexadecimal digits."""
+    """Return the SHA-256 of files of a folder, in hexadecimal digits."""
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         return dict(zip(names, pool.map(reading.digest, [path / name for name in names]), strict=True))
 
 
 def _manifest(written: dict[str, str]) -> str:
-    """What `sha256sum` would print."""
+    """Return the output that `sha256sum` would print."""
     return "".join(f"{digest}  {name}\n" for name, digest in written.items())
 
 

@@ -214,7 +214,8 @@ class RunFolder(RunReader):
         return resolved.build_fields(self.resolved(), cls, leave_out)
 
     def changes(self, config: Any) -> list[tuple[str, object, object]]:
-        """Settings that differ from those of the run that is here and change numbers: path, value there, value now.
+        """Return settings that change numbers and differ from those of the run in this folder: path, value there, value
+        now.
 
         Args:
           config: a `config.Loaded`.
@@ -262,11 +263,11 @@ class RunFolder(RunReader):
         return notes
 
     def phase_start(self, phase: str) -> Path:
-        """Where the weights that a phase began with are kept, if its algorithm refers to them."""
+        """Return the folder for the initial weights of a phase, kept if its algorithm refers to them."""
         return self.path / "phase_start" / phase
 
     def reward_model(self, phase: str) -> Path:
-        """Where the reward model is kept that a phase has trained."""
+        """Return the folder for the reward model that a phase has trained."""
         return self.path / "reward_models" / phase
 
     @functools.cached_property
@@ -433,7 +434,7 @@ class RunFolder(RunReader):
         durable.write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
     def is_complete(self, progress: RunProgress) -> bool:
-        """Whether all that a run leaves at its end is there, and of this end."""
+        """Return whether all final files of a run exist and belong to this end."""
         try:
             said = [self.summary().get(key) for key in ("stop_reason", "phase_steps")]
         except CheckpointError:  # it is written again

@@ -13,7 +13,7 @@ from rolljax.trainer.mesh import param_shardings
 
 
 def start_params(resolved: ResolvedRecipe) -> Params:
-    """What a run trains, as it starts: weights, random or the folder's, or fresh adapters; placed on the mesh."""
+    """Return the initial trained parameters: weights, random or the folder's, or new adapters; placed on the mesh."""
     model, seed = resolved.model, resolved.recipe.seed
     shardings = param_shardings(resolved.mesh, model.axes(), model.abstract())
     if isinstance(resolved.recipe.model, str) and not model.lora:
@@ -47,7 +47,7 @@ def base_weights(resolved: ResolvedRecipe) -> Base | None:
 
 
 def plain_params(resolved: ResolvedRecipe, full: Params) -> Params:
-    """All weights in float32, adapters added, of what `Model.bind` takes."""
+    """Return all weights in float32 with adapters added, from the argument of `Model.bind`."""
     model = resolved.model
     if model.lora is None:
         return full

@@ -43,8 +43,8 @@ class DeviceMemory:
 
 
 def room(resolved: ResolvedRecipe) -> DeviceMemory:
-    """What each device of a run has: an accelerator what its allocator may use, a CPU device its share of what this
-    host has to spare now."""
+    """Return the memory of each device of a run: of an accelerator its allocator's limit, of a CPU device its share of
+    this host's available memory."""
     devices = {d for mesh in (resolved.mesh, resolved.sampler_mesh) for d in mesh.devices.flat}
     own = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
     stats = own[0].memory_stats() if own[0].platform != "cpu" else None
@@ -56,7 +56,8 @@ def room(resolved: ResolvedRecipe) -> DeviceMemory:
 
 
 def host_memory() -> tuple[float, float]:
-    """Bytes that this process could still take, and all there are: of the host, or of its control group's limit."""
+    """Return the bytes that this process could still allocate, and the total: of the host, or of its control group's
+    limit."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     free = total
     with contextlib.suppress(OSError, KeyError):
@@ -67,7 +68,8 @@ def host_memory() -> tuple[float, float]:
 
 
 def _limits() -> Iterator[tuple[float, float]]:
-    """Limits of this process's control group and of those above it, and what is used of each and cannot be dropped."""
+    """Yield the limits of this process's control group and of its ancestors, and the usage of each that cannot be
+    dropped."""
     try:
         line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
     except (OSError, StopIteration):
@@ -88,7 +90,8 @@ def _table(path: Path) -> dict[str, str]:
 
 
 def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
-    """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
+    """Yield all programs of a run: of each phase that differs from the earlier ones, of the sampler, and between
+    them."""
     mesh, model, recipe = resolved.mesh, resolved.model, resolved.recipe
     base, way = base_shapes(resolved), reshard(resolved)
     sampler = aot.SamplerShapes.of(model, recipe.sampler, resolved.sampler_mesh)
@@ -111,7 +114,7 @@ def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
 
 
 def reshard(resolved: ResolvedRecipe) -> Reshard | None:
-    """The way of weights between trainer and sampler, where they share no devices."""
+    """Return the transfer of weights between trainer and sampler if they share no devices."""
     if share_devices(resolved.mesh, resolved.sampler_mesh):
         return None
     return Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
@@ -164,8 +167,8 @@ class Account:
         return self.largest.total <= self.room.bytes
 
     def by_compiler(self) -> Account:
-        """The account with XLA's analysis of every program, where that can matter and the programs are of this process
-        alone. Each is compiled for it, in the order in which the run would."""
+        """Return the account with XLA's analysis of every program, if that can matter and the programs belong to this
+        process alone. Each is compiled for it, in the order of the run."""
         about = max(use.total + use.activations for use in self.uses)
         if about < ASKED_FRAC * self.room.bytes or not self.fits or jax.process_count() > 1:
             return self
@@ -212,7 +215,7 @@ class Account:
 
 
 def account(resolved: ResolvedRecipe) -> Account:
-    """The account of a run by shapes alone; nothing is allocated or compiled."""
+    """Compute the account of a run by shapes alone; nothing is allocated or compiled."""
     recipe, mesh, found = resolved.recipe, resolved.mesh, []
     tokens = {p.name: p.micro_rows * p.row_len for p in recipe.phases}
     parts = num_batch_shards(mesh) * mesh.shape["context"] * mesh.shape["tensor"]
@@ -230,11 +233,11 @@ def account(resolved: ResolvedRecipe) -> Account:
 def next_settings(
     resolved: ResolvedRecipe, program: str, sizes: Mapping[str, float], usable: float, over: float
 ) -> list[str]:
-    """What to change so that a program fits, the likeliest first.
+    """Return the settings to change so that a program fits, the likeliest first.
 
     Args:
-      sizes: what a device has in memory by what it is, and `temporaries`. usable: what a device has. over: by how much
-        the program is too large; all in one unit.
+      sizes: memory of a device by purpose, and `temporaries`. usable: the device's memory.
+      over: excess of the program; all in one unit.
     """
     recipe, shape = resolved.recipe, resolved.mesh.shape
     tried: dict[str, list[str]] = {}
@@ -301,14 +304,14 @@ def explained(account: Account) -> Iterator[None]:
 
 
 def changes_of(account: Account) -> list[str]:
-    """What to change of a run that was thought to fit."""
+    """Return the settings to change of a run that ran out of memory although its account fits."""
     use = account.largest
     sizes = {**use.sizes, "temporaries": (use.temporaries or 0.0) + use.activations}
     return next_settings(account.resolved, use.program.name, sizes, account.room.bytes, 0.1 * use.total)
 
 
 def ran_out(error: BaseException | None) -> BaseException | None:
-    """The error in a chain of causes that says that memory ran out, if one does."""
+    """Return the out-of-memory error in a chain of causes, if there is one."""
     while error is not None:
         if isinstance(error, MemoryError):
             return error
@@ -319,5 +322,5 @@ def ran_out(error: BaseException | None) -> BaseException | None:
 
 
 def said(size: float) -> str:
-    """Bytes as a person reads them."""
+    """Format bytes for people."""
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.1f} MiB"

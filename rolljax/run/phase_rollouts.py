@@ -95,7 +95,7 @@ class PhaseRollouts:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def has_step(self) -> bool:
-        """Whether another step can be had from here: of a stream of tasks without end, always."""
+        """Return whether another step is available: always, as the stream of tasks has no end."""
         return True
 
     async def measure(self, trainer: LoopTrainer) -> None:
@@ -331,5 +331,5 @@ class PhaseRollouts:
 
 
 def _has_experts(group: Group) -> bool:
-    """Whether its turns hold what is not written; such a group is made again."""
+    """Return whether turns of a group hold experts, which are not written; such a group is sampled again."""
     return any(turn.experts is not None for t in group.trajectories for turn in t.turns)

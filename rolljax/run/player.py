@@ -53,8 +53,8 @@ class EpisodePlayer:
         may_ask: asyncio.Event | None = None,
         in_training: bool = False,
     ) -> Policy:
-        """The model as a policy. may_ask: see `SamplerPolicy`. in_training: domains are sampled as their settings
-        say."""
+        """Return the model as a policy. may_ask: see `SamplerPolicy`. in_training: use the domains' own sampling
+        settings."""
         limit, stop = self._recipe.max_answer_tok, self._preflight.chat.stop_ids
         shown = self._recipe.sampler.record_alternatives
         params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p, top_logprobs=shown)
@@ -62,7 +62,7 @@ class EpisodePlayer:
         return SamplerPolicy(self._sampler, params, self._recipe.seed, may_ask, own)
 
     def actor(self, phase: Phase) -> Policy:
-        """Whoever acts in a phase: the model, or the environments' own answers."""
+        """Return the policy of a phase: the model, or the environments' own answers."""
         source = phase.algorithm.source
         if source == "sampler":
             return self.policy(
@@ -99,11 +99,11 @@ class EpisodePlayer:
         )
 
     def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics of a step's rewards, where the recipe has one of its own."""
+        """Return the metrics of a step's rewards, if the recipe has its own rewards."""
         return self._scoring.row(groups) if self._scoring else {}
 
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
-        """Where a phase's episodes start, as far as that was learned already."""
+        """Return the start states of a phase's episodes, with the progress so far."""
         if phase.start_states is None:
             return None
         start_states = StartCurriculum(
@@ -114,10 +114,10 @@ class EpisodePlayer:
         return start_states
 
     async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
-        """One trajectory for each held-out task, with the weights that are published now.
+        """Play one trajectory for each held-out task, with the currently published weights.
 
         Args:
-          step: of the run; each has randomness of its own. interruptible: a stop of the run ends the wait (`Stopped`).
+          step: of the run; each has its own randomness. interruptible: a stop of the run ends the wait (`Stopped`).
         """
         rollouts, tasks = self.rollouts(self.policy(self._recipe.evaluation.temperature)), self._preflight.heldout
         groups = asyncio.gather(

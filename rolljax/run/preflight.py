@@ -136,13 +136,13 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
 
 
 def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, Mesh]:
-    """The trainer's mesh, and the sampler's: over the same devices, or over its share.
+    """Return the trainer's mesh and the sampler's: over the same devices, or over its share.
 
     Args:
-      devices: default: all there are.
+      devices: default: all.
 
     Raises:
-      ConfigError: a mesh or a share that does not divide; a split in a run of several processes.
+      ConfigError: a mesh or a share does not divide the devices, or a run of several processes is split.
     """
     placement = recipe.placement
     if isinstance(placement, Colocated):
@@ -168,7 +168,7 @@ def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple
 
 
 def _check_mini(critic: Critic, policy: Model) -> None:
-    """Mini-critics (`Algorithm.mini_critics`) whose shape is given are smaller than the policy."""
+    """Check that mini-critics (`Algorithm.mini_critics`) with their own shape are smaller than the policy."""
     if not isinstance(critic.model, DecoderConfig):
         return
     size, limit = Model(critic.model).num_params(), policy.num_params()
@@ -181,10 +181,10 @@ def _check_mini(critic: Critic, policy: Model) -> None:
 
 
 def micro_tok(mesh: Mesh, model: Model) -> int:
-    """Tokens of a micro-batch that the mesh does well with, on all batch shards together.
+    """Return the tokens of a micro-batch that suit the mesh, on all batch shards together.
 
-    On CPU few, whose activations stay in its caches; elsewhere enough to keep a device busy, if what the backward
-    pass keeps of them takes no more than `ACTIVATIONS_FRAC` of its memory.
+    On CPU few, whose activations stay in its caches; elsewhere enough to keep a device busy, if the activations kept
+    for the backward pass take no more than `ACTIVATIONS_FRAC` of its memory.
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
@@ -431,7 +431,7 @@ async def check_rewards(
 
 
 def _said(task: Task, text: str, result: StepResult) -> Trajectory:
-    """An episode of one answer, without its tokens."""
+    """Return an episode of one answer, without its tokens."""
     none = np.zeros(0, np.int32)
     turn = Turn(none, none, none.astype(np.float32), none, "stop", result.reward, text)
     return Trajectory(Key(0, 0, 0), task, (turn,), result.reward, result.reward_parts, result.success, "ok")

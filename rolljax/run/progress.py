@@ -69,11 +69,11 @@ class RunProgress:
         return self.step < phase.steps and phase.name not in self.phase_end
 
     def end_step(self, phase: Phase) -> None:
-        """A step of `phase` is done, and made a new version of the policy."""
+        """Count a completed step of `phase`, which made a new version of the policy."""
         self.step, self.total_steps, self.version = self.step + 1, self.total_steps + 1, self.version + 1
         self.phase_steps[phase.name] = self.step
 
     def begin_next_phase(self) -> None:
-        """The next phase begins."""
+        """Move to the next phase."""
         self.phase, self.step, self.algorithm_state, self.start_states = self.phase + 1, 0, {}, {}
         self.groups, self.waiting, self.mixture = {}, "", {}

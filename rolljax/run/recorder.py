@@ -62,7 +62,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def keeping_crashes(self) -> Iterator[None]:
-        """Around a training step: what is not finite ends the run, and its batch is kept.
+        """Run a training step inside this context: non-finite values end the run, and the batch is saved.
 
         Raises:
           TrainerError: a loss or gradient was not finite; nothing of the step is published or saved.
@@ -130,7 +130,7 @@ class Recorder:
             self.save()
 
     def _is_to_stay(self) -> bool:
-        """Whether the weights as they are belong to the best by held-out reward; of equal ones the earlier do."""
+        """Return whether the current weights belong to the best by held-out reward; of equal ones the earlier do."""
         reward, keep = self.progress.weights_reward, self._recipe.keep_best
         if reward is None or not keep:
             return False
@@ -171,7 +171,7 @@ class Recorder:
             self.console.say(line)
 
     def end_phase(self, phase: Phase) -> None:
-        """A phase is over, and evaluated."""
+        """Record the end of a phase after its evaluation."""
         progress = self.progress
         before, now = progress.heldout_reward[-2], progress.heldout_reward[-1]
         if self.trackers:
@@ -185,5 +185,5 @@ class Recorder:
 
 
 def _finite(value: float | None) -> float | None:
-    """The number, if it is one."""
+    """Return a finite number as a float, else None."""
     return None if value is None or not math.isfinite(value) else float(value)

@@ -87,7 +87,7 @@ def check(env: EnvSpec, answers: Sequence[ReferenceAnswer], chat: Chat, max_answ
 
 
 def _name(env: EnvSpec, task: Task) -> str:
-    """The file and line of a task, or its number."""
+    """Return the file and line of a task, or its number."""
     spec, index = (env.of[task.env].env, env.inner(task).index) if isinstance(env, Mixture) else (env, task.index)
     return spec.location(index) or f"{task.env}, task {task.index}"
 

@@ -42,7 +42,7 @@ def check(resolved: ResolvedRecipe) -> None:
 def load(
     resolved: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, begins: bool
 ) -> ReferencePolicies:
-    """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
+    """Load the frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 
     Args:
       phase: its index. params: the policy's current trained weights. base: the frozen weights that adapters add to.
@@ -96,7 +96,7 @@ def _model(resolved: ResolvedRecipe, folder: str, owner: str) -> Model:
 
 
 def _setting(value: Any, source: str) -> str:
-    """The `Class.field` in which settings name a source, in `value` or what it is made of; empty: in none."""
+    """Return the `Class.field` that names a source, in `value` or its parts; empty if there is none."""
     if isinstance(value, list | tuple | Mapping):
         parts = value.values() if isinstance(value, Mapping) else value
         return next(filter(None, (_setting(part, source) for part in parts)), "")

@@ -47,19 +47,19 @@ class RunLog:
     """The lines of its log, from step 1 on."""
 
     def describe(self) -> str:
-        """One line: what there is to replay."""
+        """Return one line about the steps that can be replayed."""
         return f"{len(self.steps)} steps of {self.folder.path} can be replayed with these settings"
 
     def after(self, progress: RunProgress, phase: Phase) -> ConsumedStep | None:
-        """What comes behind `progress`; None if the log ends there, or `phase` does."""
+        """Return the step after `progress`; None if the log ends there, or `phase` does."""
         rest = self.steps[progress.total_steps : progress.total_steps + 1]
         return next((line for line in rest if line.phase == phase.name), None)
 
     def groups(self, line: ConsumedStep) -> StepGroups:
-        """The groups of a step, from its file of rollouts.
+        """Return the groups of a step, from its file of rollouts.
 
         Raises:
-          CheckpointError: it is not there any more, or not as it was written.
+          CheckpointError: the file is missing, or has changed since it was written.
         """
         path = rollouts_file(self.folder.path, line.step)
         with boundary(CheckpointError, f"reading {path}"):
@@ -100,12 +100,11 @@ class RunLog:
 
 
 def read_log(run: str | Path, config: Any, into: RunFolder) -> RunLog:
-    """The log of the run in folder `run`, to be replayed in another folder, with the settings of `config`, a
+    """Read the log of the run in folder `run`, to replay it in another folder with the settings of `config`, a
     `config.Loaded`.
 
     Raises:
-      ConfigError: it cannot be: there is no log, the settings are others, the record is not complete, or the other
-        folder is the same one.
+      ConfigError: there is no log, the settings differ, the record is not complete, or the folders are the same.
     """
     folder = RunFolder(run)
     if os.path.realpath(run) == os.path.realpath(into.path):
@@ -162,14 +161,14 @@ def _refused(folder: RunFolder, text: str, remedy: str) -> ConfigError:
 
 
 def _same(ours: ConsumedStep, theirs: ConsumedStep) -> bool:
-    """Whether two runs trained the same in a step; one of them may not have written its rollouts."""
+    """Return whether two runs trained the same in a step; one of them may not have written its rollouts."""
     if not (ours.rollouts and theirs.rollouts):
         ours, theirs = (dataclasses.replace(line, rollouts="") for line in (ours, theirs))
     return ours == theirs
 
 
 def step_groups(line: ConsumedStep, trajectories: Sequence[Trajectory]) -> StepGroups:
-    """The groups of a step, as its log says, from all trajectories of its file."""
+    """Return the groups of a step according to its log, from all trajectories of its file."""
     members: dict[int, list[Trajectory]] = {}
     for t in trajectories:
         members.setdefault(t.key.prompt_index, []).append(t)
@@ -208,7 +207,7 @@ class ReplayedRollouts:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no rollout is in flight."""
 
     def has_step(self) -> bool:
         """Return whether the log has another step of this phase."""
@@ -218,13 +217,13 @@ class ReplayedRollouts:
         """Do nothing: the log has the domains of the groups."""
 
     def start(self, version: int) -> None:
-        """Nothing: the groups are there."""
+        """Do nothing: the groups exist already."""
 
     async def take(self, version: int) -> StepGroups:
-        """The groups of the step at `version`.
+        """Return the groups of the step at `version`.
 
         Raises:
-          CheckpointError: its file of rollouts is not as it was written.
+          CheckpointError: its file of rollouts has changed since it was written.
         """
         line = self._log.after(self._progress, self._phase)
         assert line is not None and line.version == version, "the log has no such step"
@@ -264,7 +263,8 @@ def open_rollouts(
     warn: Callable[[str], None],
     log: RunLog | None,
 ) -> PhaseRollouts | ReplayedRollouts:
-    """Where the next steps of a phase come from: the log of another run while there is one, else the task stream."""
+    """Return the source of the next steps of a phase: the log of another run as long as it lasts, else the task
+    stream."""
     if log is None:
         return PhaseRollouts(recipe, player, sampler, clock, stream, progress, warn)
     replayed = ReplayedRollouts(recipe, player, clock, progress, log)

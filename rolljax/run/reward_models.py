@@ -97,7 +97,7 @@ class TrainedRewardModels:
         return _load(self.resolved.recipe, mesh, own, self.folder)
 
     def _of_run(self, run: str) -> tuple[Recipe, Phase]:
-        """The settings of a finished run's model, and its last phase with a reward model."""
+        """Return the settings of a finished run's model, and its last phase with a reward model."""
         folder = RunFolder(run)
         found = [p for p in stored_phases(run) if trains_one(p) and folder.reward_model(p.name).is_dir()]
         if not found:
@@ -115,7 +115,7 @@ def _config(recipe: Recipe) -> DecoderConfig:
 
 
 def _load(recipe: Recipe, mesh: Mesh, phase: Phase, folder: RunFolder) -> TrainedValue:
-    """The reward model that a phase of a run left behind, on a mesh; matrices in the compute dtype."""
+    """Load the reward model that a phase of a run trained, on a mesh; matrices in the compute dtype."""
     model = Model(_config(recipe), recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
     resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
     path = folder.reward_model(phase.name).absolute()

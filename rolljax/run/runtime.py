@@ -25,7 +25,8 @@ from rolljax.sampler.engine import LOCKSTEP_CALLS, Engine, EngineWorker
 def share_sampler(
     resolved: ResolvedRecipe, source: Callable[[], Params], team: SingleProcess | Leader | Follower
 ) -> tuple[EngineWorker, WeightChannel]:
-    """This process's part of the sampler, shared with the other processes of the mesh. source: see `open_channel`."""
+    """Make this process's part of the sampler, shared with the other processes of the mesh. source: see
+    `open_channel`."""
     worker = EngineWorker(Engine(resolved.model.plain, resolved.recipe.sampler, resolved.sampler_mesh, SLOT_AXES))
     channel = team.share("weights", open_channel(resolved, source, worker), weight_channel.LOCKSTEP_CALLS)
     return team.share("engine", worker, LOCKSTEP_CALLS), channel

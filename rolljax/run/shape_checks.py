@@ -115,7 +115,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
 
 @contextlib.contextmanager
 def _blamed(phase: Phase, what: str) -> Iterator[None]:
-    """Whatever is raised inside is the algorithm's."""
+    """Attribute all exceptions inside this context to the algorithm."""
     try:
         yield
     except ConfigError:
@@ -137,8 +137,7 @@ def _blamed(phase: Phase, what: str) -> Iterator[None]:
 
 
 def made_up(resolved: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *, alike: bool) -> list[list[Trajectory]]:
-    """Small groups of trajectories as the phase would have them. alike: all have one reward, and their answers are
-    cut."""
+    """Make small groups of trajectories as in the phase. alike: all have one reward, and their answers are cut."""
     recipe = resolved.recipe
     size, vocab = min(phase.group_size, MAX_SIBLINGS), resolved.model.cfg.vocab_size
     turns, said = min(recipe.max_turns, MAX_TURNS), min(recipe.max_answer_tok, TURN_TOK)
@@ -170,7 +169,7 @@ def _turn(phase: Phase, rng: np.random.Generator, seen: np.ndarray, said: np.nda
 
 
 def answered(e: Episodes, needs: Needs, rng: np.random.Generator) -> Episodes:
-    """The episodes with something for all that an algorithm asks for."""
+    """Return the episodes with made-up values for all arrays that an algorithm needs."""
     near = lambda: np.where(e.mask, np.minimum(e.sampler_logp + rng.normal(0, 0.1, e.mask.shape), -1e-3), 0)  # noqa: E731
     names = {"trainer_logp": needs.trainer_logp, "ref_logp": needs.ref, "scorer_logp": needs.scorer}
     found: dict[str, Any] = {name: near() for name, asked in names.items() if asked}

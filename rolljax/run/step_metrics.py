@@ -175,7 +175,7 @@ def mean_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
-    """How many tokens that a policy sampled have each age, in versions, when they train version `version`; `[A]`."""
+    """Count the sampled tokens by age, in versions, when they train version `version`; `[A]`."""
     found = np.zeros(1, np.int64)
     for turn in (turn for t in trajectories for turn in t.turns if (turn.versions >= 0).all()):
         counts = np.bincount(version - turn.versions, minlength=len(found))

@@ -51,7 +51,7 @@ def _state(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
 
 
 def _phases(rows: Sequence[Row], summary: Mapping[str, Any]) -> list[str]:
-    """A line for each phase: steps, seconds, rewards at its begin and end."""
+    """Return a line for each phase: steps, seconds, rewards at its start and end."""
     heldout = {entry["phase"]: entry for entry in summary.get("heldout_reward", ())}
     before, lines = heldout.get("start"), []
     for name in dict.fromkeys(row.get("phase", "") for row in rows):
@@ -78,7 +78,7 @@ def _tokens(rows: Sequence[Row]) -> str:
 
 
 def _waits(rows: Sequence[Row]) -> str:
-    """Shares of all steps' seconds by what they waited for."""
+    """Return the fractions of all steps' seconds by the component waited for."""
     seconds: dict[str, float] = {}
     for row in rows:
         for word, share in waits(row).items():

@@ -71,13 +71,13 @@ def check(configs: Sequence[TrackerConfig]) -> None:
 
 
 def names(configs: Sequence[TrackerConfig]) -> list[str]:
-    """A name for each: its class in small letters, with a number where there are several."""
+    """Return a name for each tracker: its class in lower case, with a number if there are several."""
     kinds = [type(config).__name__.lower() for config in configs]
     return [kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
 
 
 def answers_text(trajectories: Sequence[Trajectory]) -> str:
-    """The best and the worst answer (`alerts.best_and_worst`), each with its task."""
+    """Return the best and the worst answer (`alerts.best_and_worst`), each with its task."""
     found = best_and_worst(trajectories)
     return "\n\n".join(_told(name, t) for name, t in zip(("best", "worst"), found, strict=False))
 

@@ -21,13 +21,13 @@ from rolljax.trainer.mesh import param_shardings
 
 
 def trained_params(resolved: ResolvedRecipe, run: str | Path, step: Step | None = None) -> tuple[Params, int]:
-    """The weights of a run's checkpoint, as `Model.bind` takes them, and their policy version.
+    """Return the weights of a run's checkpoint, as the argument of `Model.bind`, and their policy version.
 
     Args:
       step: see `trained_checkpoint`.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
+      CheckpointError: there is no checkpoint, or it is damaged.
     """
     params, saved = trained_checkpoint(resolved, run, step)
     return params, saved.progress.version
@@ -81,5 +81,5 @@ def averaged_params(resolved: ResolvedRecipe, run: str | Path, steps: Sequence[i
 
 
 def initial_params(resolved: ResolvedRecipe) -> Params:
-    """The weights that a run of this recipe would start from, as `Model.bind` takes them."""
+    """Return the weights from which a run of this recipe would start, as the argument of `Model.bind`."""
     return resolved.model.full_params(start_params(resolved), base_weights(resolved))

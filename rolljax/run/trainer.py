@@ -118,7 +118,7 @@ class Trainer:
         self._folder.checkpoints.save(name, self.state, progress)
 
     def _keep_reward_model(self) -> None:
-        """If the phase that has ended trained one."""
+        """Save the reward model if the phase that has ended trained one."""
         phase = self._resolved.recipe.phases[self._phase]
         if self._state is not None and self._state.critics is not None and reward_models.trains_one(phase):
             reward_models.keep(self._folder, phase, self._state.critics.params, self._algorithm_state)
@@ -138,7 +138,7 @@ class Trainer:
 def make_trainer(
     resolved: ResolvedRecipe, index: int, references: ReferencePolicies, base: Base | None = None
 ) -> PhaseTrainer:
-    """The trainer of phase `index` of a recipe."""
+    """Make the trainer of phase `index` of a recipe."""
     recipe, phase = resolved.recipe, resolved.recipe.phases[index]
     return PhaseTrainer(
         resolved.mesh,

@@ -13,7 +13,8 @@ from rolljax.types import EVAL_STREAM, Group
 
 
 async def reference_groups(recipe: Recipe, rollouts: Rollouts, tasks: int) -> dict[str, list[Group]]:
-    """By domain the first `tasks` held-out tasks, or all there are, as the environment's own player answers them.
+    """Return, by domain, the first `tasks` held-out tasks (or all) with the answers of the environment's scripted
+    player.
 
     Args:
       rollouts: of a phase that learns from reference answers.

@@ -38,10 +38,11 @@ class WeightChannel(Protocol):
 
 
 def open_channel(resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> WeightChannel:
-    """The channel between the meshes of a run.
+    """Open the channel between the meshes of a run.
 
     Args:
-      source: the trainer's weights now, as `Model.bind` takes them. worker: takes them, in place of those it has.
+      source: returns the trainer's current weights, as the argument of `Model.bind`. worker: receives them in place
+        of its own.
     """
     shared = share_devices(resolved.mesh, resolved.sampler_mesh)
     return (InPlace if shared else BetweenMeshes)(resolved, source, worker)
@@ -87,7 +88,7 @@ class InPlace:
         self._source, self._worker = source, worker
 
     def push(self, version: int) -> None:
-        """Nothing: the weights are where the sampler can read them."""
+        """Do nothing: the sampler reads the trainer's memory."""
 
     def pull(self, version: int) -> Params:
         self._worker.set_params(self._write(self._source(), self._worker.params))

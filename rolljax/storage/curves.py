@@ -18,12 +18,12 @@ PANELS = (
 
 
 def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> bytes:
-    """A PNG of the panels. times: see `figure`."""
+    """Draw the panels as a PNG. times: see `figure`."""
     return png(figure(rows, heldout, times=times))
 
 
 def png(drawn: Figure) -> bytes:
-    """A figure as a PNG."""
+    """Return a figure as a PNG."""
     image = io.BytesIO()
     drawn.savefig(image, format="png", dpi=110)
     return image.getvalue()

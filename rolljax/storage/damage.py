@@ -51,7 +51,7 @@ def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> s
 
 
 def _holds(data: bytes, recorded: object) -> bool:
-    """Whether a file begins with what was recorded of one."""
+    """Return whether a file begins with its recorded bytes."""
     if not isinstance(recorded, Mapping) or not recorded.get("bytes"):
         return False
     begin = data[: recorded["bytes"]]

@@ -72,7 +72,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def _number(error: BaseException | None) -> int | None:
-    """The number of the disk's error behind an exception, if there is one."""
+    """Return the number of the disk error that caused an exception, if there is one."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in REMEDIES:
             return error.errno
@@ -84,7 +84,7 @@ def _number(error: BaseException | None) -> int | None:
 
 
 def beside(path: Path) -> Path:
-    """Where `path` is written before it is renamed."""
+    """Return the temporary path for writing `path` before the rename."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -155,7 +155,7 @@ def remove(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether it is something that a writer leaves only when it is killed."""
+    """Return whether the path is a temporary one, which only a killed writer leaves."""
     return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
@@ -175,7 +175,7 @@ def sweep(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Have the disk take every file below a folder."""
+    """Sync every file below a folder to disk."""
     for parent, _, files in os.walk(path):
         for name in files:
             _sync(Path(parent, name), os.O_RDONLY)

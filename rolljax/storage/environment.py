@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices and the command, as JSON."""
+    """Return versions, devices and the command, as a JSON value."""
     import jax
 
     return {
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A recorded command as a shell reads it."""
+    """Return a recorded command as a shell line."""
     if words and words[0].endswith(".py"):
         words = ["python", "-m", f"rolljax.{words[0].removesuffix('.py')}", *words[1:]]
     return shlex.join(words)
@@ -52,6 +52,6 @@ def _installed(name: str) -> bool:
 
 
 def _command(argv: Sequence[str]) -> list[str]:
-    """A verb with its arguments, or the program that called it."""
+    """Return a verb with its arguments, or the program that called it."""
     program = Path(argv[0])
     return [program.name, *argv[1:]] if program.parent.name == "rolljax" else ["python", program.name]

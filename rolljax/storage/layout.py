@@ -17,7 +17,7 @@ _STEP_FILE = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
 
 
 def rollouts_file(run: Path, step: int) -> Path:
-    """Where the trajectories of a step are."""
+    """Return the file of a step's trajectories."""
     return run / ROLLOUTS / f"step_{step}.jsonl"
 
 

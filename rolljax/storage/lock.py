@@ -35,13 +35,13 @@ def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, marker: str, what: str, setting: str) -> Iterator[None]:
-    """While inside: a folder, made if it is not there, in which no other process of this machine writes.
+    """Lock a folder, made if necessary, against other processes of this machine inside this context.
 
     Args:
       marker, what, setting: see `check_ours`.
 
     Raises:
-      ConfigError: one is at it already, or the folder holds something else. StorageError: it cannot be made.
+      ConfigError: another process has the lock, or the folder holds something else. StorageError: it cannot be made.
     """
     check_ours(folder, marker, what, setting)
     with contextlib.ExitStack() as stack:

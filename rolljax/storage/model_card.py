@@ -53,7 +53,7 @@ def text(
     rows: Sequence[Mapping[str, Any]],
     of: str,
 ) -> str:
-    """The card.
+    """Return the text of the card.
 
     Args:
       resolved: every setting by its path. made: versions, devices and command of the run. gin: the settings as a file.
@@ -85,7 +85,7 @@ def text(
 
 
 def _front_matter(name: str, algorithms: Sequence[str], heldout: Sequence[Mapping[str, Any]]) -> str:
-    """YAML between two rules. JSON is YAML: nothing in a name can break it."""
+    """Return YAML between two rules. JSON is YAML: nothing in a name can break it."""
     data: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -139,7 +139,7 @@ def _start(resolved: Mapping[str, Any]) -> str:
 
 
 def _env_name(resolved: Mapping[str, Any]) -> str:
-    """What people call the environment: the setting that names its tasks, or else its class."""
+    """Return the environment's usual name: the setting that names its tasks, or else its class."""
     for setting in ("family", "domain", "id"):
         if isinstance(value := resolved.get(f"env.{setting}"), str):
             return value
@@ -151,14 +151,14 @@ def _class(resolved: Mapping[str, Any], path: str) -> str:
 
 
 def _under(resolved: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Settings below a path, by the rest of theirs; folders of files without what is before their names."""
+    """Return settings below a path, by the rest of their paths; absolute paths become file names."""
     inside = {k.removeprefix(f"{path}."): v for k, v in resolved.items() if k.startswith(f"{path}.")}
     plain = {k: v for k, v in inside.items() if not k.endswith("__class__")}
     return {k: Path(v).name if isinstance(v, str) and v.startswith("/") else v for k, v in plain.items()}
 
 
 def _command(made: Mapping[str, Any]) -> str:
-    """The command as a user would type it, the folders of absolute paths left out."""
+    """Return the command as a user would type it, without the folders of absolute paths."""
     words = [str(word) for word in made.get("command", [])]
     return command_line([Path(word).name if word.startswith("/") else word for word in words])
 
@@ -173,7 +173,7 @@ def _cell(text: str) -> str:
 
 
 def _fenced(kind: str, text: str) -> str:
-    """A block of code that its text cannot end."""
+    """Return a block of code that its text cannot end."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{kind}\n{text}\n{fence}\n"

@@ -93,18 +93,18 @@ class TrackerConfig(abc.ABC):
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The entries of a row that are numbers, without the step itself."""
+    """Return the entries of a row that are numbers, without the step itself."""
     return {name: value for name, value in row.items() if name not in PLACE and isinstance(value, (int, float))}
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with values that every tracker takes: numbers, flags, strings, and the rest as text."""
+    """Return settings with values that every tracker accepts: numbers, flags, strings, and the rest as text."""
     return {name: v if isinstance(v, (bool, int, float, str)) else repr(v) for name, v in settings.items()}
 
 
 @contextlib.contextmanager
 def png_file(png: bytes, name: str = "figure.png") -> Iterator[str]:
-    """The path of a file with a picture, which is there inside."""
+    """Write a picture to a temporary file inside this context; yield its path."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(png)

@@ -110,7 +110,7 @@ class Feed:
         self._say("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
 
     def close(self, outcome: Outcome, deadline_s: float) -> None:
-        """Have it end; items not sent by the deadline are dropped."""
+        """End the feed; items not sent by the deadline are dropped."""
         self._outcome = outcome
         self._closing.set()
         with contextlib.suppress(queue.Full):

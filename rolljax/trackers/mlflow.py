@@ -86,5 +86,5 @@ class MLflowRun:
 
 
 def _name(name: str) -> str:
-    """A name with only what MLflow allows in one."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -23,7 +23,7 @@ class TensorBoard(TrackerConfig):
     extra: ClassVar[str] = "tensorboard"
 
     def open(self, run: RunInfo) -> TensorBoardRun:
-        """A new event file, which replaces the steps of earlier ones that are run again."""
+        """Open a new event file, which replaces steps of earlier ones that are run again."""
         folder = Path(self.log_dir).expanduser() / f"{run.name}-{run.id[:4]}" if self.log_dir else run.folder
         return TensorBoardRun(folder, run)
 

@@ -79,5 +79,5 @@ class TrackioRun:
 
 
 def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under names that trackio takes: it refuses a run with one that begins with `_`."""
+    """Return settings under names that trackio accepts: it refuses a run with one that begins with `_`."""
     return {name.lstrip("_"): value for name, value in flat(settings).items()}

@@ -166,8 +166,8 @@ def _benchmark_rows(subsets: Mapping[str, Sequence[PairScores]], cfg: Attempts) 
 
 
 def _total(rows: Sequence[PairRow]) -> PairRow:
-    """The unweighted mean of rows whose pairs differ. Its interval is that of independent means, each half as wide as
-    the mean of its two sides."""
+    """Return the unweighted mean of rows with distinct pairs. Its interval treats them as independent; each is half as
+    wide as the mean of its two sides."""
     estimates = {}
     for metric in METRICS:
         of = [row.estimates[metric] for row in rows if metric in row.estimates]

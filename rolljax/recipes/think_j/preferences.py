@@ -95,10 +95,10 @@ class Preferences(Judging):
         return (complaint,) if complaint else ()
 
     def pair(self, number: int) -> PreferencePair:
-        """Pair `number` modulo their number.
+        """Return pair `number` modulo their number.
 
         Raises:
-          DataError: a row is none. ConfigError: columns that are not found.
+          DataError: a row is no pair. ConfigError: columns are not found.
         """
         return self._table().record(number)
 
@@ -184,7 +184,7 @@ def _number(row: Row, key: str | None) -> float | None:
 
 
 def _instruction(value: Any, key: str) -> str:
-    """A text, or a conversation as text."""
+    """Return a text, or a conversation as text."""
     said = messages.prompt(value, key)
     if len(said) == 1:
         return said[0].content
@@ -192,7 +192,7 @@ def _instruction(value: Any, key: str) -> str:
 
 
 def _response(value: Any, key: str) -> str:
-    """A text, or the last message of a list."""
+    """Return a text, or the last message of a list."""
     if not messages.is_list(value):
         return messages.text(messages.written(value, key), key)
     found = messages.messages(value, key)

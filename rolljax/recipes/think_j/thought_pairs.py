@@ -50,13 +50,12 @@ class Traces:
     """C- where J is right, else C+; None: not requested yet."""
 
     def to_json(self) -> dict[str, Any]:
-        """A line of a file."""
+        """Return the traces as a line of a file."""
         return dataclasses.asdict(self)
 
 
 def label_for_critic(env: Judging, question: JudgeQuestion, judge: str) -> Side:
-    """The label in the critic's prompt, decided by the judge's trace: the wrong label if the judge is right, else the
-    right one."""
+    """Return the label in the critic's prompt: the wrong label if the judge's trace is right, else the right one."""
     return other(question.better) if _concludes(env, judge) == question.better else question.better
 
 

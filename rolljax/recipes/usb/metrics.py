@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def cell_mean(cells: Mapping[tuple[str, str], Sequence[float]]) -> float:
-    """USB's safety rate: the unweighted mean of the means of cells.
+    """Compute USB's safety rate: the unweighted mean of the means of cells.
 
     Raises:
       ValueError: a cell is empty.
@@ -16,7 +16,7 @@ def cell_mean(cells: Mapping[tuple[str, str], Sequence[float]]) -> float:
 
 
 def pooled_mean(cells: Mapping[tuple[str, str], Sequence[float]]) -> float:
-    """The mean over all items, whatever their cell: 1 - ASR."""
+    """Compute the mean over all items, whatever their cell: 1 - ASR."""
     every = [value for values in cells.values() for value in values]
     return math.fsum(every) / _size("all", every)
 

@@ -89,7 +89,7 @@ class Usb(JudgedBenchmark):
         return [*items, *probes]
 
     def _item(self, row: ItemRecord) -> Item | None:
-        """The item of a record; None where its image is missing."""
+        """Return the item of a record; None if its image is missing."""
         kind = row.text("level1_category")
         if kind not in KINDS:
             raise DataError(f"{row.where}: level1_category is none of {', '.join(KINDS)}")

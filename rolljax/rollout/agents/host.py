@@ -95,7 +95,8 @@ class AgentHost:
 
     @contextlib.asynccontextmanager
     async def worker(self, session: Session) -> AsyncIterator[AgentProcess]:
-        """A program that plays nothing else. It is kept for the next episode where that is wanted and all went well."""
+        """Open a program for one episode alone. It is reused for the next episode if the settings allow it and nothing
+        failed."""
         async with self._places:
             while self._idle and not self._idle[-1].child.alive:
                 self._retire(self._idle.pop())
@@ -111,10 +112,10 @@ class AgentHost:
                     self._retire(worker, kill=not well)
 
     async def play(self, worker: AgentProcess, episode: Episode, name: str, session: Session) -> str:
-        """The program's answer.
+        """Return the program's answer.
 
         Raises:
-          OutOfTime: it gave none in time. EnvError: the program failed.
+          OutOfTime: the program gave no answer in time. EnvError: the program failed.
         """
         initial_messages = [{"role": m.role, "content": m.content} for m in episode.initial_messages]
         task = {"id": name, "messages": initial_messages, "base_url": self.url, "api_key": session.key}

@@ -64,7 +64,7 @@ def check_machine(program: AgentProgram) -> None:
 
 
 def resolve(command: tuple[str, ...]) -> list[str]:
-    """The command with the path of its program.
+    """Return the command with the path of its program.
 
     Raises:
       ConfigError: there is no such program.
@@ -83,7 +83,7 @@ def resolve(command: tuple[str, ...]) -> list[str]:
 
 
 def read_answer(line: bytes, name: str, *, own: bool) -> str | None:
-    """The answer in a line that holds one for episode `name`; `own`: it may leave the name out.
+    """Return the answer to episode `name` in a line; None if it holds none. own: it may leave the name out.
 
     Raises:
       EnvError: the answer is no text.
