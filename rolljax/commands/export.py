@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_steps(text: str | None) -> tuple[int, ...]:
-    """`--average` as steps.
+    """Parse `--average` into steps.
 
     Raises:
-      ConfigError: they are no whole numbers with commas.
+      ConfigError: the text is not whole numbers with commas.
     """
     try:
         return tuple(int(step) for step in text.split(",")) if text is not None else ()
@@ -128,7 +128,7 @@ def export(
 
 
 def read_format(dtype: Dtype | None, max_shard_gb: float | None) -> dict[str, Any]:
-    """How weights are written, as `hf.save` takes it."""
+    """Return the format of weights, as arguments of `hf.save`."""
     how: dict[str, Any] = {}
     if max_shard_gb is not None:
         if max_shard_gb <= 0:

@@ -228,7 +228,7 @@ def finish(
 
 
 def complete_line(folder: RunFolder, progress: RunProgress, recipe: Recipe) -> str:
-    """One line for a run with nothing left to do."""
+    """Return one line for a run with nothing left to do."""
     phase = recipe.phases[progress.phase]
     line = f"{folder.path} is complete already ({progress.total_steps} steps); "
     if progress.step < phase.steps:
@@ -254,7 +254,7 @@ def end_at_once() -> NoReturn:
 
 
 def describe_adapters(model: Model) -> str:
-    """One line: which maps have adapters, and how much that is."""
+    """Return one line with the adapted maps and the number of their parameters."""
     import jax
 
     lora = model.lora
@@ -266,7 +266,8 @@ def describe_adapters(model: Model) -> str:
 
 
 def describe_split(checked: Preflight) -> list[str]:
-    """One line, where trainer and sampler share no devices: who has which, and what travels between them."""
+    """Return one line, if trainer and sampler share no devices, with the devices of each and the transfer between
+    them."""
     import jax
 
     from rolljax.trainer.publish import Reshard, share_devices

@@ -257,7 +257,7 @@ def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
 
 
 def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGESTS) -> str:
-    """Another process, with another hash seed, makes the same tasks and plays the same episodes."""
+    """Check that another process, with another hash seed, makes the same tasks and plays the same episodes."""
     work = child.pickled((list(specs), num_tasks))
     code = f"import {__name__} as checks, {child.__name__} as child; child.answer_messages(checks.answer_digests)"
     other = child.Child(
