@@ -210,7 +210,7 @@ def load(
     recipe: Recipe | None = None,
     **sizes: Any,
 ) -> tuple[Engine, Params, int, ServedModel]:
-    """The engine, its weights and their policy version, and what requests are checked against.
+    """Load the engine, its weights and their policy version, and the model against which requests are checked.
 
     Args:
       run, model: one of them: a run folder, or a Hugging Face folder. step: of the run; None: the newest.
@@ -270,7 +270,7 @@ def load(
 
 
 def read_sizes(sizes: Mapping[str, Any], sampler: SamplerConfig, cfg: DecoderConfig, *, of_run: bool) -> SamplerConfig:
-    """The settings of a sampler with other sizes where these are given."""
+    """Return the settings of a sampler with the given sizes in place of its own."""
     import jax
 
     given = {name: size for name, size in sizes.items() if size is not None}

@@ -378,7 +378,7 @@ class FaultyEnv(Env):
         time.sleep(1000)
 
     def _duplicate(self):
-        """Every reply from now on is said twice."""
+        """Send every reply twice from now on."""
         import rolljax.envs.pool.wire as wire
 
         reply = wire.reply

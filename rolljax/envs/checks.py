@@ -280,7 +280,7 @@ def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
 
 
 def answer_digests(work: str) -> list[list[list[str]]]:
-    """In the other process: return the digests of pickled settings."""
+    """Return the digests of pickled settings. It runs in the other process."""
     specs, num_tasks = child.unpickled(work)
     return [digests(spec, num_tasks) for spec in specs]
 
