@@ -189,7 +189,7 @@ class Dispatcher:
         """Start a worker for each episode while there are slots: alone in a worker it cannot harm other episodes."""
         now = time.monotonic()
         self._fit_slots()
-        most = min(self._link.num_workers, max(self._link.num_warm, self._num_wanted()))
+        most = min(self._link.num_workers, max(1, self._num_wanted()))
         for worker_slot in self._worker_slots[:most]:
             if worker_slot.worker is None and now >= worker_slot.start_at_s and not self._closing.is_set():
                 worker = worker_slot.worker = PoolWorker(next(self._generations), worker_slot, now)

@@ -28,9 +28,6 @@ class LinkEvents(Protocol):
 class WorkerLink(Protocol):
     """Starts, feeds and kills workers, each named by a generation. All but `wake` is for the dispatcher's thread."""
 
-    num_warm: int
-    """Workers that are started before any episode needs them."""
-
     @property
     def num_workers(self) -> int:
         """Most workers that there may be now; it may change."""

@@ -85,7 +85,6 @@ class ProcessLink:
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
         self._cfg = cfg
-        self.num_warm = 1
         memory_bytes = int(cfg.memory_gib * 2**30)
         self._first = pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
         self._peers: dict[int, _ProcessPeer] = {}
@@ -163,6 +162,8 @@ class ProcessLink:
                     self._read(key.data, events)
             elif key.data is self._fork_server:  # and not one that ended meanwhile
                 self._read_news(events)
+                if key.data is self._fork_server and key.fd not in key.data.outputs:  # an environment has closed it
+                    self._selector.unregister(key.fd)
 
     def close(self) -> None:
         for generation in list(self._peers):

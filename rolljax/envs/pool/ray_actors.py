@@ -65,7 +65,7 @@ class RayLink:
     pools of this process may use it too; each has its share of the CPUs."""
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
-        self._cfg, self._spec, self.num_warm = cfg, spec_bytes(spec), 1
+        self._cfg, self._spec = cfg, spec_bytes(spec)
         environ = worker_environ(os.environ, cfg.pass_env)
         passed = {name: environ[name] for name in (*PASSED, *_passed(cfg, environ))}
         self._options = {"scheduling_strategy": "SPREAD", "max_restarts": 0, "runtime_env": {"env_vars": passed}}
