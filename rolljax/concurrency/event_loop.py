@@ -4,14 +4,17 @@ loop that only runs while a caller waits for it (`SteppedLoop`)."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
+import itertools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 from rolljax.concurrency.waits import Watchdog
 from rolljax.errors import HangError
 
+S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
 POLL_S = 0.2
@@ -144,6 +147,35 @@ class SteppedLoop:
             if not task.done():  # interrupted, perhaps before the loop ran
                 loop.call_soon_threadsafe(task.cancel)
                 self._wait(self._thread.submit(self._end, task))
+
+    def each(
+        self, source: Iterable[S], work: Callable[[S], Awaitable[T]], window: int
+    ) -> Generator[tuple[S, T], None, None]:
+        """Yield every item of `source` with the result of `work`, in order, with at most `window` items under way.
+
+        What is under way when the iterator is closed, or when `work` raises, is cancelled.
+        """
+        waiting, under_way = iter(source), collections.deque[tuple[S, asyncio.Task[T]]]()
+
+        async def begin(items: Sequence[S]) -> None:
+            under_way.extend((item, asyncio.ensure_future(awaited(work(item)))) for item in items)
+
+        async def awaited(result: Awaitable[T]) -> T:
+            return await result
+
+        async def cancel() -> None:
+            for _, task in under_way:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+
+        try:
+            self.run(begin(list(itertools.islice(waiting, window))))
+            while under_way:
+                item, task = under_way.popleft()
+                yield item, self.run(awaited(task))
+                self.run(begin(list(itertools.islice(waiting, 1))))
+        finally:
+            self.run(cancel())
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         if not task.done():

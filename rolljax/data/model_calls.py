@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
+import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import sys
@@ -73,32 +72,21 @@ class Asker:
         journal = Journal(self._path)
         self._calls = Calls(self._label, f"{self._label} {self._config.identity}", self._limits, journal, keep_all=True)
         with SteppedLoop() as loop:
-            waiting = iter(source)
-            window: collections.deque[tuple[Record, asyncio.Task[T]]] = collections.deque()
-
-            async def begin(records: Sequence[Record]) -> None:
-                window.extend((record, asyncio.create_task(_run(work, record))) for record in records)
-
+            window = WINDOW * self._limits.concurrency
             try:
-                loop.run(begin(list(itertools.islice(waiting, WINDOW * self._limits.concurrency))))
-                while window:
-                    record, task = window.popleft()
-                    made = loop.run(_result(task))
-                    journal.sync()
-                    yield record, made
-                    loop.run(begin(list(itertools.islice(waiting, 1))))
+                with contextlib.closing(loop.each(source, work, window)) as results:
+                    for record, made in results:
+                        journal.sync()
+                        yield record, made
             finally:
-                loop.run(self._close(self._calls, [task for _, task in window]))
+                loop.run(self._close(self._calls))
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result for one record."""
         return next(iter(self.each([{}], lambda _: work())))[1]
 
-    async def _close(self, calls: Calls, left: Sequence[asyncio.Task[T]]) -> None:
-        """Cancel the tasks that are left, wait for the requests under way, which are paid for, and close the model."""
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+    async def _close(self, calls: Calls) -> None:
+        """Wait for the requests under way, which are paid for, and close the model."""
         try:
             await calls.close()
         finally:
@@ -109,11 +97,3 @@ class Asker:
                 self.counts.update({name: n for name, n in self._model.counts().items() if name != "requests"})
                 await self._model.close()
             self._model = None
-
-
-async def _run(work: Callable[[Record], Awaitable[T]], record: Record) -> T:
-    return await work(record)
-
-
-async def _result(task: asyncio.Task[T]) -> T:
-    return await task

@@ -240,6 +240,31 @@ def test_a_stepped_loop_stands_still_while_nobody_waits():
     asyncio.run(caller())
 
 
+def test_a_stepped_loop_works_on_many_items_and_gives_their_results_in_order():
+    started, cancelled = [], []
+
+    async def work(item):
+        started.append(item)
+        try:
+            if item != 1:
+                await answer()
+            if item == 3:
+                await asyncio.Event().wait()
+            return 10 * item
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+
+    with SteppedLoop() as loop:
+        results = loop.each(range(9), work, 3)
+        assert [next(results), next(results)] == [(0, 0), (1, 10)] and started == [0, 1, 2, 3]
+        results.close()
+        assert cancelled == [3]
+        with pytest.raises(ValueError, match="odd"):
+            list(loop.each([ValueError("odd")], raises, 3))
+        assert list(loop.each([], work, 3)) == []
+
+
 async def raises(error):
     raise error
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rolljax.chat_models.base import Asking, ChatModel
-from rolljax.concurrency.event_loop import EventLoop, Stopped
+from rolljax.concurrency.event_loop import SteppedLoop
 from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.tasks import training_indices
 from rolljax.envs.text import bounded
 from rolljax.errors import ConfigError, DataError
-from rolljax.library.separate_thread import run_apart
 from rolljax.recipes.think_j import thought_pairs
 from rolljax.recipes.think_j.judging import JudgeQuestion, Judging
 from rolljax.recipes.think_j.thought_pairs import Traces
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 TRACES, PAIRS = "traces.jsonl", "pairs.jsonl"
 """The files of the folder: every trace in the order of arrival, and the pairs, made again from all traces."""
-DEADLINE_S = 7 * 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +72,15 @@ def make(
     indices = _indices(env, num, held_out_frac)
     done = _read(folder / TRACES, indices)
 
-    async def write(loop: EventLoop) -> None:
-        asking = _Asking(env, _chat(judge), _chat(judge if critic is None else critic), how)
-        gate = asyncio.Semaphore(concurrency)
+    asking = _Asking(env, _chat(judge), _chat(judge if critic is None else critic), how)
 
-        async def one(index: int) -> None:
-            async with gate:
-                found = done[index] = await asking.traces(index)
-                journal.append(folder / TRACES, found.to_json())
+    async def one(index: int) -> None:
+        done[index] = await asking.traces(index)
+        journal.append(folder / TRACES, done[index].to_json())
 
-        left = asyncio.gather(*(one(i) for i in indices if i not in done))
-        await loop.within(left, "traces", DEADLINE_S)
-
-    def work(told_to_stop: Any) -> None:
-        with contextlib.closing(EventLoop(told_to_stop)) as loop:
-            loop.run(write(loop))
-
-    try:
-        run_apart(work)
-    except Stopped:
-        raise KeyboardInterrupt from None
+    with SteppedLoop() as loop:
+        for _ in loop.each([i for i in indices if i not in done], one, concurrency):
+            pass
     records, counts = thought_pairs.build(env, (done[i] for i in indices))
     durable.write(folder / PAIRS, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
     return JudgePairs(folder / PAIRS, {str(k): n for k, n in counts.items()})
