@@ -28,6 +28,7 @@ from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
 from rolljax.run.step_metrics import StepGroups
 from rolljax.storage.layout import CONSUMED, RESOLVED, rollouts_file
+from rolljax.storage.run_reader import parse_trajectories
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
@@ -69,7 +70,7 @@ class RunLog:
                 f"{path} is not what step {line.step} of that run wrote, by its SHA-256 in {CONSUMED}"
             )
         with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
-            return step_groups(line, [Trajectory.from_json(reading.parse(text)) for text in data.splitlines()])
+            return step_groups(line, parse_trajectories(data, path))
 
     def check_continues(self, folder: RunFolder) -> str:
         """Check that a run can be replayed from where `folder` stands.

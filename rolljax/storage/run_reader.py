@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rolljax import reading
-from rolljax.errors import CheckpointError, boundary
+from rolljax.errors import CheckpointError
+from rolljax.fields import Damaged, Fields, as_number, parse
 from rolljax.storage import journal
 from rolljax.storage.layout import CONFIG, ENVIRONMENT, METRICS, RESOLVED, SUMMARY, rollout_files, rollouts_file
 from rolljax.types import Trajectory
@@ -14,6 +15,11 @@ from rolljax.types import Trajectory
 Row = dict[str, Any]
 DONE = "all phases done"
 """Why a complete run stopped."""
+MAX_TOKEN = 2**31 - 1
+"""The largest id of a token, and the largest policy version."""
+STATUSES = ("ok", "truncated", "failed")
+TRAINED_COLUMNS = ("advantages", "trainer_logp", "entropy")
+"""What training says of single tokens, where a run records it (`Trajectory.trained`)."""
 _SUMMARY = {
     "stop_reason": str,
     "state_sha256": str,
@@ -116,20 +122,97 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         data = reading.read_bytes(path)
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {reading.reason(e)}; choose another step") from e
-    return [trajectory(line, f"{path}, line {i}") for i, line in enumerate(data.splitlines(), 1)]
+    return parse_trajectories(data, path)
 
 
-def trajectory(line: bytes, where: str) -> Trajectory:
-    """Return the trajectory of a line. Raises `CheckpointError` if it is not one; where: the file and the line."""
-    damaged = f"{where} cannot be read: it is damaged, or of another version of rolljax; choose another step"
-    with boundary(CheckpointError, damaged):
-        found = Trajectory.from_json(reading.parse(line))
-        texts = (found.task.env, found.task.content, found.status, *(turn.text for turn in found.turns))
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a text is not a text")
-        if not all(_is_a(value, float) for value in (found.reward, *found.reward_parts.values())):
-            raise ValueError("a reward is not a number")
-        return found
+def parse_trajectories(data: bytes, path: Path) -> list[Trajectory]:
+    """Return the trajectories in `data`, the content of a file of rollouts. Raises as `read_trajectories` does."""
+    found = []
+    for i, line in enumerate(data.splitlines(), 1):
+        try:
+            found.append(trajectory(line))
+        except Damaged as e:
+            remedy = "it is damaged, or of another version of rolljax; choose another step"
+            raise CheckpointError(f"{path}, line {i} cannot be read: {e}: {remedy}") from e
+    return found
+
+
+def trajectory(line: bytes) -> Trajectory:
+    """Return the trajectory in a line.
+
+    Raises:
+      Damaged: the line is not one; the error names the field.
+    """
+    record = parse(line)
+    of = Fields(record)
+    trajectory_outline(of)
+    num_tok = 0
+    for turn in of.all_inside("turns"):
+        size = len(turn.wholes("tokens", low=0, high=MAX_TOKEN))
+        turn.wholes("prompt_ids", low=0, high=MAX_TOKEN)
+        turn.numbers("sampler_logp", size=size)
+        if len(turn.wholes("versions", low=-1, high=MAX_TOKEN)) != size:
+            raise turn.wrong("versions", f"a list of {size}")
+        _check_alternatives(turn.maybe_inside("alternatives"), size)
+        for name in ("text", "finish_reason"):
+            turn.text(name)
+        turn.number("reward"), turn.number("weight", 1.0), turn.flag("restart", False)
+        num_tok += size
+    of.by_name("metrics"), of.whole("attempts", 1), of.whole("loops", 0)
+    of.number("env_s", 0.0), of.number("sample_s", 0.0)
+    if expert := of.maybe_inside("expert"):
+        expert.text("id"), expert.whole("turns")
+    _check_trained(of.maybe_inside("trained"), num_tok)
+    try:
+        return Trajectory.from_json(record)
+    except (LookupError, TypeError, ValueError) as e:
+        raise Damaged(f"a field is missing or not known: {e}") from e
+
+
+def trajectory_outline(of: Fields) -> Row:
+    """Return the fields of a trajectory that lists show, without its turns. Raises `Damaged`, which names the field."""
+    key, task, fault, status = of.inside("key"), of.inside("task"), of.maybe_inside("fault"), of.text("status")
+    if status not in STATUSES:
+        raise of.wrong("status", f"one of {', '.join(STATUSES)}")
+    return {
+        "key": {name: key.whole(name) for name in ("stream", "prompt_index", "sibling")},
+        "task": {"env": task.text("env"), "index": task.whole("index"), "content": task.text("content")},
+        "reference": of.text("reference", None),
+        "reward": of.number("reward"),
+        "reward_parts": of.by_name("reward_parts"),
+        "success": of.flag("success"),
+        "status": status,
+        "fault": fault and {name: fault.text(name) for name in ("kind", "stage", "detail")},
+    }
+
+
+def _check_alternatives(of: Fields | None, size: int) -> None:
+    if of is None:
+        return
+    ids, logp = of.items("ids"), of.items("logp")
+    rows = [
+        isinstance(row, list)
+        and isinstance(x, list)
+        and len(row) == len(x)
+        and all(type(i) is int and 0 <= i <= MAX_TOKEN for i in row)
+        and all(as_number(value) is not None for value in x)
+        for row, x in zip(ids, logp, strict=False)
+    ]
+    if len(ids) != size or len(logp) != size or not all(rows):
+        raise of.wrong("ids", f"{size} lists of tokens, each with its log-probs")
+
+
+def _check_trained(of: Fields | None, size: int) -> None:
+    """Check the columns of training's numbers for sampled tokens: a number for all of them, or `size` values."""
+    if of is None:
+        return
+    for name in TRAINED_COLUMNS:
+        if of.is_list(name):
+            column = of.items(name)
+            if len(column) != size or not all(x is None or as_number(x) is not None for x in column):
+                raise of.wrong(name, f"a list of {size} numbers")
+        elif of.has(name):
+            of.number(name)
 
 
 def _is_a(value: object, kind: type) -> bool:

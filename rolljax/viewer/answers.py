@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rolljax import metrics
 from rolljax.fields import Damaged, Json
+from rolljax.storage.run_reader import TRAINED_COLUMNS
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.records import groups, heldout_pairs, read, summary, versions
+from rolljax.viewer.records import groups, heldout_pairs, read, summary
 from rolljax.viewer.runs import NotThere, Runs, ViewedRun
 
 if TYPE_CHECKING:
+    from rolljax.types import Alternatives, TokenColumn, Turn
     from rolljax.viewer.records import TrajectoryFile
     from rolljax.viewer.tokens import TokenTexts
 
@@ -91,55 +94,59 @@ def trajectory(run: ViewedRun, where: int | str, line: int) -> Json:
     except Damaged as e:
         raise NotThere(f"line {line} of step {where} of {run.name} is damaged: {e}") from e
     turns, at = [], 0
-    for t in full["turns"]:
-        own = slice(at, at := at + len(t["tokens"]))
-        columns = {name: _part(column, own) for name, column in full["trained"].items()}
-        turns.append(_turn(t, run.tokens, columns))
+    for turn in full.turns:
+        own = slice(at, at := at + len(turn.tokens))
+        trained = {name: column for name, column in (full.trained or {}).items() if name in TRAINED_COLUMNS}
+        columns = {name: _part(column, own) for name, column in trained.items()}
+        turns.append(_turn(turn, run.tokens, columns))
+    sampled = [int(v) for turn in full.turns for v in turn.versions if v >= 0]
     return {
         **summary(record),
         "where": where,
-        "task": full["task"]["content"],
-        "task_index": full["task"]["index"],
-        "reference": record.outline["reference"],
-        "metrics": full["metrics"],
-        "attempts": full["attempts"],
-        "loops": full["loops"],
-        "expert": full["expert"],
-        "env_s": full["env_s"],
-        "sample_s": full["sample_s"],
-        "versions": versions(full),
+        "task": full.task.content,
+        "task_index": full.task.index,
+        "reference": full.reference,
+        "metrics": full.metrics,
+        "attempts": full.attempts,
+        "loops": full.loops,
+        "expert": full.expert and dataclasses.asdict(full.expert),
+        "env_s": full.env_s,
+        "sample_s": full.sample_s,
+        "versions": (min(sampled), max(sampled)) if sampled else None,
         "tokenizer": run.tokens.known,
         "turns": turns,
     }
 
 
-def _turn(turn: Mapping[str, Any], tokens: TokenTexts, columns: Json) -> Json:
+def _turn(turn: Turn, tokens: TokenTexts, columns: Json) -> Json:
+    ids = turn.tokens.tolist()
     return {
-        "prompt": tokens.segments(turn["prompt_ids"]),
-        "prompt_tok": len(turn["prompt_ids"]),
-        "restart": turn["restart"],
-        "ids": turn["tokens"],
-        "texts": tokens.texts(turn["tokens"]),
-        "special": tokens.special(turn["tokens"]),
-        "text": turn["text"],
-        "logp": turn["sampler_logp"],
-        "versions": _constant(turn["versions"]),
+        "prompt": tokens.segments(turn.prompt_ids.tolist()),
+        "prompt_tok": len(turn.prompt_ids),
+        "restart": turn.restart,
+        "ids": ids,
+        "texts": tokens.texts(ids),
+        "special": tokens.special(ids),
+        "text": turn.text,
+        "logp": turn.sampler_logp.tolist(),
+        "versions": _constant(turn.versions.tolist()),
         **columns,
-        **_alternatives(turn["alternatives"], tokens),
-        "reward": turn["reward"],
-        "finish_reason": turn["finish_reason"],
-        "weight": turn["weight"],
+        **_alternatives(turn.alternatives, tokens),
+        "reward": turn.reward,
+        "finish_reason": turn.finish_reason,
+        "weight": turn.weight,
     }
 
 
-def _alternatives(recorded: Sequence[Sequence[tuple[int, float]]] | None, tokens: TokenTexts) -> Json:
+def _alternatives(recorded: Alternatives | None, tokens: TokenTexts) -> Json:
     """Return the likeliest alternatives of each token, as texts with log-probs."""
-    if not recorded:
+    if recorded is None or not len(recorded.ids):
         return {}
-    return {"alternatives": [[(tokens.alone(i), x) for i, x in row] for row in recorded]}
+    rows = zip(recorded.ids.tolist(), recorded.logp.tolist(), strict=True)
+    return {"alternatives": [[(tokens.alone(i), x) for i, x in zip(*row, strict=True)] for row in rows]}
 
 
-def _part(column: float | Sequence[float], own: slice) -> Any:
+def _part(column: TokenColumn | None, own: slice) -> Any:
     """Return a turn's part of a column; a single number stands for a constant column."""
     return column[own] if isinstance(column, list) else column
 

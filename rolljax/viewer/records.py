@@ -10,26 +10,20 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rolljax import reading
-from rolljax.fields import Damaged, Fields, Json, as_number, parse
+from rolljax.fields import Damaged, Fields, Json, parse
+from rolljax.storage.run_reader import MAX_TOKEN, trajectory, trajectory_outline
+from rolljax.types import Trajectory
 
 _ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\s*\[')
 """Where an array of a turn begins. A text cannot hold this: its quotes are escaped."""
 _SUMMED = ("prompt_ids", "tokens", "versions")
 _COUNTED = tuple(name.encode() for name in _SUMMED)
-COLUMNS = ("advantages", "trainer_logp", "entropy")
-"""What training says of single tokens, where a run records it (`Trajectory.trained`)."""
 SHOWN_CHARS = 280
 """Of a task, and of an answer, in a list."""
-
-
-TOKEN = 2**31 - 1
-"""The largest id of a token, and the largest policy version."""
-STATUSES = ("ok", "truncated", "failed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,84 +75,15 @@ def scan(data: bytes) -> TrajectoryFile:
     return TrajectoryFile(found, damaged)
 
 
-def read(path: Path, record: Record) -> Json:
-    """Return all of one trajectory, as `Trajectory.to_json` wrote it.
+def read(path: Path, record: Record) -> Trajectory:
+    """Return all of one trajectory.
 
     Raises:
       Damaged: a field is missing, or is not what it should be. OSError: the file is gone.
     """
     with reading.open_file(path) as f:
         f.seek(record.start)
-        of = Fields(parse(f.read(record.end - record.start)))
-    turns = [_turn(t) for t in of.all_inside("turns")]
-    expert = of.maybe_inside("expert")
-    return {
-        "task": _task(of),
-        "turns": turns,
-        "metrics": of.by_name("metrics"),
-        "attempts": of.whole("attempts", 1),
-        "loops": of.whole("loops", 0),
-        "expert": expert and {"id": expert.text("id"), "turns": expert.whole("turns")},
-        "env_s": of.number("env_s", 0.0),
-        "sample_s": of.number("sample_s", 0.0),
-        "trained": _trained(of.maybe_inside("trained"), sum(len(t["tokens"]) for t in turns)),
-    }
-
-
-def _turn(of: Fields) -> Json:
-    tokens = of.wholes("tokens", low=0, high=TOKEN)
-    return {
-        "prompt_ids": of.wholes("prompt_ids", low=0, high=TOKEN),
-        "tokens": tokens,
-        "sampler_logp": of.numbers("sampler_logp", size=len(tokens)),
-        "versions": _sized(of, of.wholes("versions", low=-1, high=TOKEN), len(tokens)),
-        "alternatives": _alternatives(of.maybe_inside("alternatives"), len(tokens)),
-        "text": of.text("text"),
-        "reward": of.number("reward"),
-        "finish_reason": of.text("finish_reason"),
-        "weight": of.number("weight", 1.0),
-        "restart": of.flag("restart", False),
-    }
-
-
-def _sized(of: Fields, values: list[int], size: int) -> list[int]:
-    if len(values) != size:
-        raise of.wrong("versions", f"a list of {size}")
-    return values
-
-
-def _alternatives(of: Fields | None, size: int) -> list[list[tuple[int, float]]] | None:
-    """Return the likeliest tokens in place of each one, as pairs of id and log-prob."""
-    if of is None:
-        return None
-    ids, logp = of.items("ids"), of.items("logp")
-    rows = [_pairs(i, x) for i, x in zip(ids, logp, strict=False)]
-    if len(ids) != size or len(logp) != size or None in rows:
-        raise of.wrong("ids", f"{size} lists of tokens, each with its log-probs")
-    return [row for row in rows if row is not None]
-
-
-def _pairs(ids: Any, logp: Any) -> list[tuple[int, float]] | None:
-    if not isinstance(ids, list) or not isinstance(logp, list) or len(ids) != len(logp):
-        return None
-    fit = all(type(i) is int and 0 <= i <= TOKEN and as_number(x) is not None for i, x in zip(ids, logp, strict=True))
-    return list(zip(ids, logp, strict=True)) if fit else None
-
-
-def _trained(of: Fields | None, size: int) -> Json:
-    """Return the columns of what training made of sampled tokens: a number for all of them, or `size` values."""
-    if of is None:
-        return {}
-    found: Json = {}
-    for name in COLUMNS:
-        if of.is_list(name):
-            column = of.items(name)
-            if len(column) != size or not all(x is None or as_number(x) is not None for x in column):
-                raise of.wrong(name, f"a list of {size} numbers")
-            found[name] = column
-        elif name in of:
-            found[name] = of.number(name, None) if of.has(name) else None
-    return found
+        return trajectory(f.read(record.end - record.start))
 
 
 def _outline(data: bytes, start: int, end: int) -> Json:
@@ -171,30 +96,11 @@ def _outline(data: bytes, start: int, end: int) -> Json:
         at = stop
     parts.append(data[at:end])
     of = Fields(parse(b"".join(parts)))
-    key, fault = of.inside("key"), of.maybe_inside("fault")
-    status = of.text("status")
-    if status not in STATUSES:
-        raise of.wrong("status", f"one of {', '.join(STATUSES)}")
-    return {
-        "key": {name: key.whole(name) for name in ("stream", "prompt_index", "sibling")},
-        "task": _task(of),
-        "reference": of.text("reference", None),
-        "turns": [_outline_turn(t) for t in of.all_inside("turns")],
-        "reward": of.number("reward"),
-        "reward_parts": of.by_name("reward_parts"),
-        "success": of.flag("success"),
-        "status": status,
-        "fault": fault and {name: fault.text(name) for name in ("kind", "stage", "detail")},
-    }
-
-
-def _task(of: Fields) -> Json:
-    task = of.inside("task")
-    return {"env": task.text("env"), "index": task.whole("index"), "content": task.text("content")}
+    return trajectory_outline(of) | {"turns": [_outline_turn(t) for t in of.all_inside("turns")]}
 
 
 def _outline_turn(of: Fields) -> Json:
-    return {"text": of.text("text")} | {name: sum(of.wholes(name, low=0, high=TOKEN)) for name in _SUMMED}
+    return {"text": of.text("text")} | {name: sum(of.wholes(name, low=0, high=MAX_TOKEN)) for name in _SUMMED}
 
 
 def _told(name: bytes, data: bytes, start: int, stop: int) -> bytes:
@@ -274,12 +180,6 @@ def heldout_pairs(evaluations: Sequence[tuple[str, Sequence[Record]]]) -> list[J
         for (env, index), of in by_task.items()
         for first in (next(iter(of.values())),)
     ]
-
-
-def versions(record: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the oldest and the newest policy version that sampled a token; None if no policy sampled any."""
-    found = [v for turn in record["turns"] for v in turn["versions"] if v >= 0]
-    return (min(found), max(found)) if found else None
 
 
 def _short(text: str) -> str:

@@ -88,7 +88,7 @@ LEFT = {
     "fields": {"reading"},
     "concurrency": {"errors"},
     "console": {"errors", "reading"},
-    "storage": {"errors", "reading", "types"},
+    "storage": {"errors", "reading", "fields", "types"},
     "sandbox": {"errors", "types"},
     "model": {"errors", "reading", "types", "concurrency"},
     "envs": {"errors", "reading", "types", "concurrency", "sandbox"},

@@ -57,13 +57,7 @@ def test_outlines_say_what_the_files_say(run_dir):
     assert list(found.found) == list(range(len(full))) == list(range(18)) and not found.damaged
     for record, whole in zip(found.found.values(), full, strict=True):
         of = records.summary(record)
-        read = records.read(run_dir / "rollouts" / "step_2.jsonl", record)
-        for turn, written in zip(read.pop("turns"), whole["turns"], strict=True):
-            likely = written.pop("alternatives")
-            pairs = [list(zip(*row, strict=True)) for row in zip(likely["ids"], likely["logp"], strict=True)]
-            assert turn == written | {"alternatives": pairs}
-            written["alternatives"] = likely
-        assert read == {name: whole[name] for name in read}
+        assert records.read(run_dir / "rollouts" / "step_2.jsonl", record).to_json() == whole
         assert of["sampled_tok"] == sum(len(t["tokens"]) for t in whole["turns"])
         assert of["prompt_tok"] == sum(len(t["prompt_ids"]) for t in whole["turns"])
         assert list(record.texts)[1 : 1 + len(whole["turns"])] == [t["text"] for t in whole["turns"]]
