@@ -290,8 +290,8 @@ def evaluate(
     Raises:
       ConfigError, CheckpointError, DataError, InfraError, HangError: see `evaluation.run.evaluate`.
     """
+    from rolljax.console.progress import ProgressBar
     from rolljax.evaluation import run as evaluation
-    from rolljax.evaluation.progress import EvaluationProgress
     from rolljax.evaluation.settings import Attempts
 
     if sum(x is not None for x in (run, model, endpoint)) != 1:
@@ -308,8 +308,10 @@ def evaluate(
         else:
             opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype, chat_template)
         stack.enter_context(opened)
-        progress = None if quiet else stack.enter_context(EvaluationProgress(opened.name))
-        show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
+        show, warn = lambda _: None, lambda _: None
+        if not quiet:
+            bar = stack.enter_context(ProgressBar(opened.name, at_once=True))
+            show, warn = lambda standing: standing.show(bar, opened.name), bar.say
         for env in (b.env for b in benchmarks if run is not None and envs):
             if notice := own_settings(str(run), env):
                 warn(notice)
@@ -322,10 +324,10 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
     """Run the evaluation of `--benchmark`."""
     from rolljax.chat_models.client import EndpointConfig
     from rolljax.config import loader
+    from rolljax.console.progress import ProgressBar
     from rolljax.evaluation.judged.base import JudgedEvaluation
     from rolljax.evaluation.judged.run import benchmark_of
     from rolljax.evaluation.judged.run import evaluate_judged as run_judged
-    from rolljax.evaluation.progress import EvaluationProgress
     from rolljax.run.policy import policy_recipe
 
     name = args.benchmark if args.benchmark.endswith(".gin") else f"{args.benchmark}/judged"
@@ -343,15 +345,15 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
         step = cli.read_step(args.step)
         limits = (args.max_context, args.dtype, args.chat_template)
         opened = open_local(args.run, args.model, step, recipe, tasks, *limits)
-    with opened, EvaluationProgress(opened.name) as progress:
+    with opened, ProgressBar(opened.name, at_once=True) as bar:
         return run_judged(
             opened,
             cfg,
             to=args.to,
             fresh=args.fresh,
             show_texts=args.show_texts,
-            show=progress.show,
-            warn=progress.say,
+            show=lambda standing: standing.show(bar, opened.name),
+            warn=bar.say,
         )
 
 

@@ -322,19 +322,14 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
 
 async def warm_up(service: Service, url: str) -> None:
     """Compile what requests can need, with a bar on a terminal and a few lines elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rolljax.console.progress import ProgressBar
 
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("compiling"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    console.print(f"compiling what requests can need; {url}/ready says when it is done", markup=False, soft_wrap=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
+    with ProgressBar("compiling") as bar:
+        bar.say(f"compiling what requests can need; {url}/ready says when it is done")
 
         def show(done: int, programs: int) -> None:
-            bar.update(task, completed=done, total=programs)
-            if not console.is_terminal and programs and done * LINES // programs > (done - 1) * LINES // programs:
-                console.print(f"compiled {done} of {programs} programs")
+            due = programs and done * LINES // programs > (done - 1) * LINES // programs
+            bar.show(done, programs, "compiling", f"compiled {done} of {programs} programs", now=bool(due))
 
         await service.warm_up(show)
     gc.collect()

@@ -28,40 +28,55 @@ class TolerantConsole(RichConsole):
         self._file = new
 
 
-class ProgressLines:
-    """Progress output on stderr. Use as a context manager; subclasses say what makes progress.
+class ProgressBar:
+    """Progress of one piece of work, on stderr: a bar on a terminal, lines elsewhere. Use as a context manager.
 
     Args:
-      title: of the bar, until something is shown. at_once: whether the first line comes at once, or after
-        `LINE_EVERY_S`.
+      title: of the bar, until another text is shown. total: of the work, until another is shown.
+      at_once: whether the first line comes at once, or after `LINE_EVERY_S`.
+      in_bytes: the work is counted in bytes. shown: False shows no bar.
     """
 
-    def __init__(self, title: str = "", *, at_once: bool = False) -> None:
-        self._title = title
+    def __init__(
+        self, title: str = "", total: int = 0, *, at_once: bool = False, in_bytes: bool = False, shown: bool = True
+    ) -> None:
+        self._title, self._total, self._in_bytes = title, total, in_bytes
         self._last_line_s = float("-inf") if at_once else time.monotonic()
         self._console = TolerantConsole(stderr=True, highlight=False)
+        self._has_bar = shown and self._console.is_terminal
         self._bar: Any = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        if self._has_bar:
+            from rich import progress
 
-            columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            amount = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+            columns = (
+                progress.BarColumn(20),
+                *(amount if self._in_bytes else (progress.MofNCompleteColumn(),)),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.description}", markup=False),
+            )
+            self._bar = progress.Progress(*columns, console=self._console, transient=True)
             self._bar.start()
-            self._bar.add_task(self._title)
+            self._bar.add_task(self._title, total=self._total)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _show(self, done: int, total: int, text: str, line: str, *, at_end: bool = False) -> None:
+    def advance(self, num: int) -> None:
+        """Add to what the bar shows as done."""
+        if self._bar is not None:
+            self._bar.advance(0, num)
+
+    def show(self, done: int, total: int, text: str, line: str, *, now: bool = False) -> None:
         """Show that `done` of `total` are done: a bar with `text` on a terminal, otherwise `line`, at intervals and
-        `at_end`."""
+        `now`."""
         if self._bar is not None:
             self._bar.update(0, completed=done, total=total, description=text)
-        elif at_end or time.monotonic() - self._last_line_s > LINE_EVERY_S:
+        elif now or time.monotonic() - self._last_line_s > LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             self.say(line)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolljax.chat_models.base import ChatModelConfig
+from rolljax.console.progress import ProgressBar
 from rolljax.data import report
 from rolljax.data.base import (
     NUM_SAMPLES,
@@ -40,7 +41,6 @@ from rolljax.data.base import (
 )
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
 from rolljax.data.model_calls import Asker
-from rolljax.data.progress import PipelineProgress
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.storage import durable
 from rolljax.storage.layout import LOCK
@@ -141,8 +141,8 @@ def run(
         "input": given.state,
         "models": [m.identity if (m := pipeline.model_of(s)) else None for s in pipeline.stages],
     }
-    with _opened(Path(folder), made_of, fresh) as work, PipelineProgress() as progress:
-        return _run(pipeline, given, Path(folder), work, progress)
+    with _opened(Path(folder), made_of, fresh) as work, ProgressBar() as bar:
+        return _run(pipeline, given, Path(folder), work, bar)
 
 
 def _that_matter(setup: Any) -> Any:
@@ -153,9 +153,9 @@ def _that_matter(setup: Any) -> Any:
     return {name: value for name, value in setup.items() if not aside.search(name)}
 
 
-def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progress: PipelineProgress) -> PipelineResult:
+def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, bar: ProgressBar) -> PipelineResult:
     if (folder / report.REPORT).is_file():
-        progress.say(f"{folder} is complete: nothing to do (--fresh starts from scratch)")
+        bar.say(f"{folder} is complete: nothing to do (--fresh starts from scratch)")
         found = json.loads((folder / report.REPORT).read_text())
         return PipelineResult(folder, found["files"], found["stages"])
     records: RecordSource = given
@@ -163,7 +163,7 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
     for i, (label, stage) in enumerate(zip(pipeline.labels, pipeline.stages, strict=True)):
         spill, said = work / f"{label}.jsonl", work / f"{label}.json"
         if not said.is_file():
-            ledger = _run_stage(pipeline, stage, label, records, work, progress)
+            ledger = _run_stage(pipeline, stage, label, records, work, bar)
             if i == 0 and given.bad:
                 ledger["dropped"] = {**ledger["dropped"], "bad_row": given.bad}
             durable.write(said, json.dumps(ledger, indent=1) + "\n")
@@ -172,7 +172,7 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
             records = Spill(spill)
             if i:
                 durable.remove(work / f"{pipeline.labels[i - 1]}.jsonl")
-        progress.over(label, ledgers[label])
+        bar.say(_outcome(label, ledgers[label]))
     files = _write(pipeline, records, folder)
     samples = [json.dumps(r, ensure_ascii=False)[:400] for r in itertools.islice(records, NUM_SAMPLES)]
     report.write(folder, len(given), files, ledgers, samples)
@@ -181,7 +181,7 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
 
 
 def _run_stage(
-    pipeline: Pipeline, stage: Stage, label: str, records: RecordSource, work: Path, progress: PipelineProgress
+    pipeline: Pipeline, stage: Stage, label: str, records: RecordSource, work: Path, bar: ProgressBar
 ) -> dict[str, Any]:
     """Run one stage; return its report. Its records are complete by then."""
     scratch = work / f".{label}.tmp"
@@ -192,7 +192,7 @@ def _run_stage(
     answers = work / f"{label}.answers.jsonl"
     asker = None if model is None else Asker(model, answers, label, pipeline.concurrency)
     place = Place(label, seed_of(pipeline.seed, label), scratch, asker)
-    counted = _Counted(records, place.ledger, progress, label)
+    counted = _Counted(records, place.ledger, bar, label)
     num = write_spill(work / f"{label}.jsonl", with_key(stage, pipeline.key).run(counted, place))
     place.ledger.num_in, place.ledger.num_out = len(records), num
     shutil.rmtree(scratch, ignore_errors=True)
@@ -203,8 +203,8 @@ def _run_stage(
 class _Counted:
     """A source that shows how far its readers are."""
 
-    def __init__(self, source: RecordSource, ledger: Ledger, progress: PipelineProgress, label: str) -> None:
-        self._source, self._ledger, self._progress, self._label = source, ledger, progress, label
+    def __init__(self, source: RecordSource, ledger: Ledger, bar: ProgressBar, label: str) -> None:
+        self._source, self._ledger, self._bar, self._label = source, ledger, bar, label
 
     def __len__(self) -> int:
         return len(self._source)
@@ -213,12 +213,23 @@ class _Counted:
         total = len(self._source)
         for i, record in enumerate(self._source):
             if i % 64 == 0:
-                self._progress.show(self._label, i, total, self._ledger)
+                self._show(i)
             yield record
-        self._progress.show(self._label, total, total, self._ledger)
+        self._show(total)
+
+    def _show(self, done: int) -> None:
+        text, total = f"{self._label}, {sum(self._ledger.dropped.values())} dropped", len(self._source)
+        self._bar.show(done, total, text, f"{text}: {done} of {total} records")
 
     def record(self, i: int) -> Record:
         return self._source.record(i)
+
+
+def _outcome(label: str, ledger: Mapping[str, Any]) -> str:
+    """Return a line about a finished stage."""
+    dropped = ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items())
+    asked = f"; {n} answers" if (n := ledger["asked"].get("asked")) else ""
+    return f"{label}: {ledger['num_in']} -> {ledger['num_out']}{f' ({dropped})' if dropped else ''}{asked}"
 
 
 def _write(pipeline: Pipeline, records: RecordSource, folder: Path) -> dict[str, int]:

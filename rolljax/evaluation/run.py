@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rolljax.concurrency.event_loop import EventLoop
 from rolljax.concurrency.waits import Watchdog
+from rolljax.console.progress import ProgressBar
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
 from rolljax.envs.pool import open_pool
@@ -52,6 +53,20 @@ class Standing:
         self.failed += trajectory.lost
         self.answers += not trajectory.lost
         self.right += trajectory.success and not trajectory.lost
+
+    def describe(self) -> str:
+        """Return a short summary of the answers so far."""
+        if not self.answers and not self.failed:
+            return "compiling, or waiting for the first"
+        said = f"{self.right / self.answers:.1%} solved" if self.answers else "no answer"
+        said = f"{self.answers} judged" if not self.scored and self.answers else said
+        return said + (f", {self.failed} failed" if self.failed else "")
+
+    def show(self, bar: ProgressBar, model: str) -> None:
+        """Show the progress. model: the name of the evaluated model."""
+        over, text = self.answers + self.failed, self.describe()
+        line = f"{model}: {over} of {self.total} attempts, {text}"
+        bar.show(over, self.total, f"{model}: {text}", line, now=over == self.total)
 
 
 @dataclasses.dataclass(frozen=True)

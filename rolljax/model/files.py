@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +94,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
-
-
-@contextlib.contextmanager
-def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr for work on `total` bytes, only on a terminal, and remove it at the end.
-
-    Yields a function that takes the number of bytes just done. shown: False shows nothing.
-    """
-    from rich.console import Console as Rich
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Rich(stderr=True, highlight=False)
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def folder_digest(folder: Path) -> str:

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from rolljax.console.progress import ProgressBar
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import shards
 from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.families import known
-from rolljax.model.files import byte_bar, copied, inside, read_json
+from rolljax.model.files import copied, inside, read_json
 from rolljax.model.folder import Folder, Multimodal, Transform, folder_remedy, same
 from rolljax.model.shards import DTYPES, Planned, Shards, listed
 from rolljax.model.tokenizer import save_tokenizer
@@ -183,13 +184,13 @@ def load(
         like = jax.eval_shape(model.computed, like)
     total = sum(stored.tensors[entry.name].nbytes for entry in expected)
     params: dict[str, Any] = {}
-    with byte_bar(f"reading {stored.folder.name}", total, shown=jax.process_index() == 0) as advance:
+    with ProgressBar(f"reading {stored.folder.name}", total, in_bytes=True, shown=jax.process_index() == 0) as bar:
         for path in dict.fromkeys(entry.path for entry in expected):
             of_path = [entry for entry in expected if entry.path == path]
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = _parameter(stored, of_path, _leaf(like, path), _leaf(shardings, path), advance)
+            node[path[-1]] = _parameter(stored, of_path, _leaf(like, path), _leaf(shardings, path), bar.advance)
     return params
 
 
@@ -368,9 +369,10 @@ def save(
         if source is None or not copied(Path(source), GENERATION, folder):
             ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
             _write_json(folder / GENERATION, {**ids, "do_sample": True, "temperature": 1.0})
-    with byte_bar(f"writing {folder.name}", sum(tensor.nbytes for tensor in planned), shown=writes) as advance:
+    total = sum(tensor.nbytes for tensor in planned)
+    with ProgressBar(f"writing {folder.name}", total, in_bytes=True, shown=writes) as bar:
         for done in shards.write(folder, planned, max_shard_bytes, writes=writes):
-            advance(done)
+            bar.advance(done)
 
 
 def _by_layer(cfg: DecoderConfig) -> list[FolderTensor]:

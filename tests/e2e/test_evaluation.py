@@ -18,13 +18,13 @@ from rolljax import eval as eval_verb
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.commands.export import export as export_run
 from rolljax.commands.export import main as export
+from rolljax.console.progress import ProgressBar
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
 from rolljax.evaluation.endpoint import EndpointModel
-from rolljax.evaluation.progress import EvaluationProgress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
@@ -151,8 +151,8 @@ def test_an_evaluation_continues_when_its_progress_output_is_closed(local, monke
     os.close(reader)
     with open(writer, "w") as gone:
         monkeypatch.setattr("sys.stderr", gone)
-        with EvaluationProgress("tiny") as progress:
-            found = evaluate(local, [writing(num_tasks=1)], show=progress.show, warn=progress.say)
+        with ProgressBar("tiny", at_once=True) as bar:
+            found = evaluate(local, [writing(num_tasks=1)], show=lambda s: s.show(bar, "tiny"), warn=bar.say)
         monkeypatch.undo()
         gone.buffer.raw.close()
     os.write(1, b"this is read\n")

@@ -90,7 +90,7 @@ LEFT = {
     "console": {"errors", "reading"},
     "storage": {"errors", "reading", "fields", "types"},
     "sandbox": {"errors", "types"},
-    "model": {"errors", "reading", "types", "concurrency"},
+    "model": {"errors", "reading", "types", "console", "concurrency"},
     "envs": {"errors", "reading", "types", "concurrency", "sandbox"},
     "sampler": {"errors", "types", "concurrency", "model"},
     "trainer": {"errors", "types", "metrics", "model"},
