@@ -11,9 +11,10 @@ import numpy as np
 
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
-from rolljax.fields import Damaged, Fields, parse
+from rolljax.fields import Fields
 from rolljax.recipe import Recipe
 from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
+from rolljax.storage import journal
 from rolljax.storage.layout import METRICS, rollouts_file
 from rolljax.trainer.mesh import Colocated
 
@@ -83,19 +84,17 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
 
 def _records(path: Path, read: Callable[[Fields], Row]) -> list[Row]:
     """Return what `read` makes of each line of a file of JSON Lines. Raises as `fitted` does."""
-    found = []
     try:
-        lines = reading.read_bytes(path).splitlines()
+        data = reading.read_bytes(path)
     except OSError as e:
         why = reading.reason(e)
         raise ConfigError(f"cannot be read: {why}", setting="--run", value=str(path), remedy="name another run") from e
-    for i, line in enumerate(lines, 1):
-        try:
-            found.append(read(Fields(parse(line))))
-        except Damaged as e:
-            remedy = "delete the line in a copy of the run, or name another run"
-            raise CheckpointError(f"{path}, line {i} is damaged: {e}; {remedy}") from e
-    return found
+
+    def refuse(line: int, error: Exception) -> CheckpointError:
+        remedy = "delete the line in a copy of the run, or name another run"
+        return CheckpointError(f"{path}, line {line} is damaged: {error}; {remedy}")
+
+    return journal.parse(data, lambda record: read(Fields(record)), refuse).values
 
 
 def _step(line: Fields, phases: Collection[str]) -> Row:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from rolljax import reading
+from rolljax import fields, reading
 from rolljax.errors import CheckpointError
 from rolljax.storage import durable
 
@@ -37,19 +37,24 @@ class Parsed(NamedTuple):
     """Number of bytes up to and including the last newline; the rest is a torn line."""
 
 
-def parse(data: bytes, read: Callable[[Any], T]) -> Parsed:
+def parse(data: bytes, read: Callable[[Any], T], refuse: Callable[[int, Exception], Exception] | None = None) -> Parsed:
     """Return the values of the lines in `data`.
 
     Args:
       read: makes the result from the JSON value of a line; an exception of it marks a damaged line.
+      refuse: of a file that is written at once, in which a damaged or torn line is an error: makes that error from the
+        line's number, from 1, and what is wrong with it.
     """
     end = data.rfind(b"\n") + 1
     values, damaged = [], 0
-    for line in data[:end].split(b"\n"):
-        if line.strip():
+    lines = data.splitlines() if refuse else data[:end].split(b"\n")
+    for i, line in enumerate(lines, 1):
+        if line.strip() or refuse:
             try:
-                values.append(read(reading.parse(line)))
-            except Exception:  # border: whatever `read` makes of JSON that anybody may have written
+                values.append(read(fields.parse(line)))
+            except Exception as e:  # border: whatever `read` makes of JSON that anybody may have written
+                if refuse:
+                    raise refuse(i, e) from e
                 damaged += 1
     return Parsed(values, damaged, end)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rolljax import reading
 from rolljax.errors import CheckpointError
-from rolljax.fields import Damaged, Fields, as_number, parse
+from rolljax.fields import Damaged, Fields, as_number
 from rolljax.storage import journal
 from rolljax.storage.layout import CONFIG, ENVIRONMENT, METRICS, RESOLVED, SUMMARY, rollout_files, rollouts_file
 from rolljax.types import Trajectory
@@ -65,7 +65,7 @@ class RunReader:
           CheckpointError: this is no run folder.
         """
         if not (self.path / CONFIG).is_file():
-            raise CheckpointError(f"{self.path} is not a run folder: it has no {CONFIG}")
+            raise CheckpointError(f"{self.path} is not a run folder: it has no config.gin")
         return str(self.path / CONFIG)
 
     def summary(self) -> dict[str, Any]:
@@ -127,23 +127,20 @@ def read_trajectories(path: Path) -> list[Trajectory]:
 
 def parse_trajectories(data: bytes, path: Path) -> list[Trajectory]:
     """Return the trajectories in `data`, the content of a file of rollouts. Raises as `read_trajectories` does."""
-    found = []
-    for i, line in enumerate(data.splitlines(), 1):
-        try:
-            found.append(trajectory(line))
-        except Damaged as e:
-            remedy = "it is damaged, or of another version of rolljax; choose another step"
-            raise CheckpointError(f"{path}, line {i} cannot be read: {e}: {remedy}") from e
-    return found
+
+    def refuse(line: int, error: Exception) -> CheckpointError:
+        remedy = "it is damaged, or of another version of rolljax; choose another step"
+        return CheckpointError(f"{path}, line {line} cannot be read: {error}: {remedy}")
+
+    return journal.parse(data, trajectory, refuse).values
 
 
-def trajectory(line: bytes) -> Trajectory:
-    """Return the trajectory in a line.
+def trajectory(record: Any) -> Trajectory:
+    """Return the trajectory in the JSON value of a line.
 
     Raises:
-      Damaged: the line is not one; the error names the field.
+      Damaged: it is not one; the error names the field.
     """
-    record = parse(line)
     of = Fields(record)
     trajectory_outline(of)
     num_tok = 0

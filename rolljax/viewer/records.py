@@ -83,7 +83,7 @@ def read(path: Path, record: Record) -> Trajectory:
     """
     with reading.open_file(path) as f:
         f.seek(record.start)
-        return trajectory(f.read(record.end - record.start))
+        return trajectory(parse(f.read(record.end - record.start)))
 
 
 def _outline(data: bytes, start: int, end: int) -> Json:
