@@ -360,7 +360,7 @@ def test_a_real_model_goes_through_each(folder, server, data, tmp_path, capfd):
         found = evaluate_judged(model, cfg, to=tmp_path / "bsa").values
         assert found["all/Safe@1"] == found["all/Think@1"] == 0
         found = evaluate_judged(model, judged_by(server, harm), to=tmp_path / "usb").values
-        kept = [json.loads(line) for line in (tmp_path / "usb" / "verdicts.jsonl").read_text().splitlines()]
+        kept = [json.loads(line)["value"] for line in (tmp_path / "usb" / "verdicts.jsonl").read_text().splitlines()]
         empty = [v["facts"]["empty"] for v in kept if not v["item"].startswith(usb.PROBE)]
         assert len(kept) == 16 and found["SR"] == pytest.approx(sum(empty) / 12)
         found = evaluate_judged(model, judged_by(server, users)).values

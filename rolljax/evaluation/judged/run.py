@@ -12,7 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.judging.judge import Ballot, JudgePanel
 from rolljax.judging.verdict import read_label
-from rolljax.storage.journal import JsonLines, read_lines
+from rolljax.storage.journal import Journal
 from rolljax.types import Fault, Key, Trajectory
 
 
@@ -115,17 +115,22 @@ class JudgedAnswers:
 
     def __init__(self, cfg: JudgedEvaluation, items: Sequence[Item], answers: AnswerLog, show_texts: bool) -> None:
         self._cfg, self._items, self._answers, self._show_texts = cfg, items, answers, show_texts
-        self.log = VerdictLog(answers.folder)
+        self.log = Journal(answers.folder and answers.folder / JUDGEMENTS)
         how = Asking(cfg.judge_temperature, cfg.judge_max_tok, cfg.seed)
         self.judges = JudgePanel(cfg.judges, cfg.votes, how)
         self.requests: collections.Counter[str] = collections.Counter()
 
     def has(self, key: Key) -> bool:
         """Return whether an answer exists with all its verdicts."""
-        verdict = self.log.verdicts.get((key.prompt_index, key.sibling))
         if not self._answers.has(key):
             return False
+        verdict = self.verdict(key)
         return verdict.complete if verdict is not None else not self._answers.answers[key].turns
+
+    def verdict(self, key: Key) -> Judged | None:
+        """Return the verdicts on an answer."""
+        record = self.log.get(_address(key))
+        return record and Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
 
     def kept(self, key: Key) -> Trajectory | None:
         return self._answers.answers[key] if self._show_texts and self._answers.has(key) else None
@@ -134,7 +139,7 @@ class JudgedAnswers:
         if not trajectory.lost and trajectory.turns:
             item, answer = self._items[trajectory.task.index], trajectory.turns[-1].text
             key, asks = trajectory.key, self._cfg.benchmark.asks(item, answer)
-            ballots = await asyncio.gather(*(self._ballot(ask, f"{key.prompt_index}/{key.sibling}") for ask in asks))
+            ballots = await asyncio.gather(*(self._ballot(ask, _address(key)) for ask in asks))
             by_name = {ask.name: ballot for ask, ballot in zip(asks, ballots, strict=True)}
             judged = Judged(
                 key.prompt_index,
@@ -145,8 +150,9 @@ class JudgedAnswers:
                 {name: ballot.votes for name, ballot in by_name.items()},
                 dict(sum((collections.Counter(ballot.faults) for ballot in ballots), collections.Counter())),
             )
-            texts = {name: ballot.texts for name, ballot in by_name.items()}
-            self.log.add(judged, answer, texts, in_clear=self._show_texts)
+            shown = (lambda text: text) if self._show_texts else digest
+            said = {name: [shown(text) for text in ballot.texts] for name, ballot in by_name.items()}
+            self.log.put(_address(key), dataclasses.asdict(judged) | {"answer": shown(answer), "said": said})
         return trajectory if self._show_texts else hidden(trajectory)
 
     async def _ballot(self, ask: Ask, address: str) -> Ballot:
@@ -158,6 +164,10 @@ class JudgedAnswers:
     async def close(self) -> None:
         self.requests.update({f"judge_{kind}": n for kind, n in self.judges.counts().items()})
         await self.judges.close()
+
+
+def _address(key: Key) -> str:
+    return f"{key.prompt_index}/{key.sibling}"
 
 
 def hidden(trajectory: Trajectory) -> Trajectory:
@@ -179,43 +189,6 @@ def hidden(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(trajectory, turns=turns, fault=said)
 
 
-class VerdictLog:
-    """The verdicts of one evaluation, on disk if there is a folder. The last line about an answer counts."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.verdicts: dict[tuple[int, int], Judged] = {}
-        self._file: JsonLines | None = None
-        if folder is not None:
-            for found in read_lines(folder / JUDGEMENTS, _judged):
-                self.verdicts[found.prompt_index, found.sibling] = found
-            self._file = JsonLines(folder / JUDGEMENTS)
-
-    def add(self, judged: Judged, answer: str, texts: Mapping[str, Sequence[str]], *, in_clear: bool) -> None:
-        """Keep the verdicts about an answer.
-
-        Raises:
-          StorageError: the disk does not take it.
-        """
-        self.verdicts[judged.prompt_index, judged.sibling] = judged
-        if self._file is not None:
-            shown = (lambda text: text) if in_clear else digest
-            record = dataclasses.asdict(judged) | {
-                "answer": shown(answer),
-                "said": {name: [shown(text) for text in every] for name, every in texts.items()},
-            }
-            self._file.add(record)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _judged(record: Mapping[str, Any]) -> Judged:
-    """Parse a line of the log, without its texts."""
-    return Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
-
-
 def _report(
     title: str,
     cfg: JudgedEvaluation,
@@ -225,7 +198,7 @@ def _report(
     witness: JudgedAnswers,
 ) -> JudgedReport:
     """Return the tables, with notes on missing answers and verdicts."""
-    judged = [v for key in keys if (v := witness.log.verdicts.get((key.prompt_index, key.sibling))) is not None]
+    judged = [v for key in keys if (v := witness.verdict(key)) is not None]
     found = cfg.benchmark.tables(items, judged, cfg)
     notes = list(found.notes)
     if cfg.judges:
