@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rolljax.types import Message, Sampled
 
 MAX_TOKENS = 256
-"""Of an answer, unless the run or `--max_tokens` says otherwise."""
+"""Default limit of an answer; the run or `--max_tokens` overrides it."""
 MOST_PROBS = 10
 MAX_TOOL_TURNS = 8
 """Answers in a row that call tools, before the user is asked again."""

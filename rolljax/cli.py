@@ -1,4 +1,4 @@
-"""What the verbs share: finding configs, ending with the right exit code, quiet libraries."""
+"""Shared parts of the verbs: finding configs, ending with the right exit code, quiet libraries."""
 
 from __future__ import annotations
 

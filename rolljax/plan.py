@@ -135,7 +135,7 @@ def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was found of a run, and for what slices."""
+    """The findings about a run, and the slices they hold for."""
 
     resolved: ResolvedRecipe
     chip: Chip

@@ -156,7 +156,7 @@ class Phase:
 
     @property
     def begins_again(self) -> bool:
-        """Whether cancelled groups start again."""
+        """Return whether cancelled groups start again."""
         return self.late == "resample" or self.tail_batching is not None
 
     def spares(self, *, kept: bool) -> int:
@@ -367,7 +367,7 @@ class Recipe:
 
     @property
     def max_restarts(self) -> int:
-        """How often the stream of a trajectory may restart."""
+        """The most restarts of a trajectory's stream."""
         return self.agent.max_restarts if self.agent else self.rollout.max_restarts
 
     def warnings(self) -> list[str]:

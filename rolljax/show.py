@@ -32,7 +32,7 @@ CURVES = (
     "time/step_s", "tput/sample_tok_s",
 )  # fmt: skip
 WIDTH, SPARK = 120, 40
-"""Of the page where there is no terminal, and of a curve."""
+"""Width of the page without a terminal, and of a curve."""
 TASK_CHARS = 60
 LIMIT = 3
 """Trajectories that are shown unless `--limit` says otherwise."""

@@ -54,7 +54,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an episode is not "ok"."""
+    """The reason why an episode is not "ok"."""
 
     kind: FaultKind
     """Infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
@@ -90,7 +90,7 @@ EVAL_STREAM = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1).
+    """Sampling parameters of one request. Temperature 0 is greedy (its log-probs are those of temperature 1).
 
     The sampling distribution: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of
     them that holds `top_p` of the probability, then those with at least `min_p` times the largest probability;
@@ -111,7 +111,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out of the sampling distribution."""
+        """Return whether tokens are left out of the sampling distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -165,7 +165,7 @@ class Alternatives:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the sampler returns for one request."""
+    """The sampler's result for one request."""
 
     sampled: Sampled
     finish_reason: FinishReason
@@ -192,7 +192,7 @@ class Completion:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a policy sampled every token (none was replayed)."""
+        """Return whether a policy sampled every token (none was replayed)."""
         return bool((self.versions >= 0).all())
 
     @property
@@ -264,7 +264,7 @@ class Trajectory:
     observation_hashes: tuple[str, ...] | None = None
     """A hash of the environment's messages at the opening and after each turn. None: expert starts do not need it."""
     attempts: int = 1
-    """How often it was started; more than 1 after faults of the infrastructure."""
+    """The number of starts; more than 1 after faults of the infrastructure."""
     loops: int = 0
     """Attempts that were discarded because the policy repeated itself to no effect."""
     expert: Expert | None = None
@@ -278,12 +278,12 @@ class Trajectory:
 
     @property
     def lost(self) -> bool:
-        """Whether it failed for another reason than the policy's own loops."""
+        """Return whether it failed for another reason than the policy's own loops."""
         return self.status == "failed" and not (self.fault and self.fault.kind == "agent")
 
     @property
     def tampered(self) -> bool:
-        """Whether the environment saw the policy tamper with its task (its metric `tamper_n`)."""
+        """Return whether the environment saw the policy tamper with its task (its metric `tamper_n`)."""
         return self.metrics.get("tamper_n", 0) > 0
 
     @property

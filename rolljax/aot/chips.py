@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What is assumed of one JAX device: a chip, or half of one where `cores` is 2."""
+    """Assumed properties of one JAX device: a chip, or half of one if `cores` is 2."""
 
     name: str
     bf16_flops: float

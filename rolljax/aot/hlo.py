@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: matmuls, bytes, collectives, with every loop multiplied out.
+"""The work of a compiled program, read from its text: matmuls, bytes, collectives, with every loop multiplied out.
 
 `cost_analysis` counts the body of a loop once, and a training step is loops in loops. This reader walks the optimized
 HLO text (`compiled.as_text()`) from its entry, and multiplies. It knows what the TPU compiler makes of a program:
@@ -31,7 +31,7 @@ _FREE = {
 }
 _KERNEL = "tpu_custom_call"
 _Key = tuple[str, tuple[str, ...], str, bool, tuple[int, ...]]
-"""Of collectives that are added up: kind, axes, dtype, hidden, group."""
+"""Key by which collectives are summed: kind, axes, dtype, hidden, group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Kernel:
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays in HBM."""
+        """Bytes of its arrays in HBM."""
         return sum(a.nbytes for a in self.operands + self.results if not a.space)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramWork:
-    """What one execution of a program does on one device."""
+    """The work of one execution of a program on one device."""
 
     ops: tuple[tuple[float, float, float], ...]
     """One `(flops, HBM bytes, times)` per instruction that runs on the chip's cores, except Pallas kernels."""
@@ -80,7 +80,7 @@ class ProgramWork:
 
     @property
     def matmul_flops(self) -> float:
-        """Of matmuls outside Pallas kernels."""
+        """Flops of matmuls outside Pallas kernels."""
         return sum(flops * times for flops, _, times in self.ops)
 
     @property

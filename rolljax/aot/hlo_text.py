@@ -80,7 +80,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """Who takes an instruction's result."""
+        """The users of each instruction's result."""
         found: dict[str, list[Instruction]] = defaultdict(list)
         for one in self:
             for name in one.operands:

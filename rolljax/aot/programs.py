@@ -43,7 +43,7 @@ from rolljax.trainer.publish import Reshard, make_write
 Sizes = Mapping[str, float]
 """Bytes of one device by what they are."""
 LEAVING, ARRIVING = "leaving weights", "arriving weights"
-"""Of these: weights on their way from mesh to mesh, on either side."""
+"""Names of `Sizes` for weights in transfer between meshes, on either side."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From what a program was compiled to, to what a user asks: does it fit, and how long does it take."""
+"""Turns a compiled program into the user's answers: whether it fits, and how long it takes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CollectiveTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What is known of one program. time and what follows it are None where the compiler refused it."""
+    """The findings about one program. `time` and the fields after it are None if the compiler refused the program."""
 
     program: str
     compile_s: float

@@ -16,7 +16,7 @@ from rolljax.types import FinishReason, Message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asking:
-    """How one question is asked."""
+    """The parameters of one request."""
 
     temperature: float = 0.0
     """0 is greedy."""

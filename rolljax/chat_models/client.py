@@ -50,7 +50,7 @@ class EndpointConfig(ChatModelConfig):
     """A chat model behind an OpenAI-compatible server, and how to call it."""
 
     url: str
-    """Up to `/v1`."""
+    """Address up to `/v1`."""
     model: str = ""
     """The name in requests; empty: the only one that `/models` lists."""
     timeout_s: float = 600.0

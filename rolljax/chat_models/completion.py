@@ -30,7 +30,8 @@ FINISH: Mapping[str, FinishReason] = {
     **dict.fromkeys(("length", "max_tokens", "model_length"), "length"),
     **dict.fromkeys(("content_filter", "refusal", "safety", "recitation"), "abort"),
 }
-"""What servers write as `finish_reason`, in small letters. Another word (`error`, `abort`) is a fault of the server."""
+"""Values of `finish_reason` that servers send, in lower case. Another word (`error`, `abort`) is a fault of the
+server."""
 _CHARSET = re.compile(r";\s{0,8}charset\s{0,8}=\s{0,8}\"?([^\s\";]{1,64})", re.IGNORECASE)
 _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 

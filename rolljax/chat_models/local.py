@@ -33,7 +33,7 @@ from rolljax.types import Message, SamplingParams
 
 Address = tuple[int, ...]
 WHOLE = {**PARAM_RULES, "embed": (), "expert_embed": ()}
-"""Where a sampler's weights lie: full on every batch shard, but for experts."""
+"""Sharding rules of a sampler's weights: full on every batch shard, except for experts."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ class LinePipe:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` gives a line, or says that one is too long."""
+        """Return whether `take` gives a line, or says that one is too long."""
         return bool(self.lines) or (self.rest_bytes > self._max_bytes and not self._skip_long)
 
     def send(self, line: bytes) -> None:
@@ -199,7 +199,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, and is a child of this process, not of the one that this process was forked from."""
+        """Return whether it runs, and is a child of this process, not of the one that this process was forked from."""
         return self._owner == os.getpid() and self.code is None
 
     @property

@@ -75,7 +75,7 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class _Member:
-    """What leaders and followers share: connections, each read by a thread, and what happens when one is lost."""
+    """Common part of leaders and followers: connections, each read by a thread, and the handling of a lost one."""
 
     def __init__(self) -> None:
         self._loss = ""
@@ -223,7 +223,7 @@ class Follower(_Member):
     """Any other process."""
 
     code = 0
-    """What the leader ended with."""
+    """The leader's exit code."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()

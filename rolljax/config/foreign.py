@@ -165,11 +165,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "alpha": "Lora.alpha",
     },
 }
-"""By framework: their name -> ours, with blanks between. verl's are paths of keys, without `actor_rollout_ref`."""
+"""Other frameworks' names: by framework, their name -> ours, separated by blanks. verl's are paths of keys, without
+`actor_rollout_ref`."""
 
 
 CLASSES = ("GRPOConfig", "TrainingArguments", "RolloutConfig", "RLTrainingConfig", "ClusterConfig")
-"""Of TRL and Tunix, which have these names."""
+"""Class names of TRL and Tunix."""
 
 
 def foreign(name: str, fields: Collection[str], where: str) -> ConfigError | None:

@@ -56,7 +56,7 @@ def leaves(value: Any, kind: type[T]) -> list[T]:
 
 
 class _Delegate:
-    """What gin's parser makes of `@` and `%`."""
+    """Makes the values of `@` and `%` for gin's parser."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Ref:
         scope, _, selector = scoped_configurable_name.rpartition("/")

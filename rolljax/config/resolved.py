@@ -19,7 +19,7 @@ from rolljax.config.classes import fields, is_config
 from rolljax.errors import ConfigError, boundary
 
 ABSENT = "(absent)"
-"""What `diff` shows for a path that one side does not have."""
+"""Value that `diff` shows for a path that one side does not have."""
 CLASS = "__class__"
 
 

@@ -62,7 +62,7 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """Where a statement stands, and how names are resolved there."""
+    """The position of a statement, and the imports that resolve its names."""
 
     where: str
     layer: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Context:
 
 
 class Bindings:
-    """What files and settings bind.
+    """All bindings of files and settings.
 
     Attributes:
       bindings: all, in the order read.

@@ -20,7 +20,7 @@ class TolerantConsole(RichConsole):
 
     @property
     def file(self) -> IO[str]:
-        """Where it writes: standard error as it is now, unless a file was given."""
+        """The output file: the given one, or the current standard error."""
         return cast("IO[str]", Unfailing(super().file))
 
     @file.setter
@@ -92,7 +92,7 @@ PARTS = {"update": "trainer", "eval": "evaluation", "save": "disk", "publish": "
 """Parts of a step by whom they wait for; what a rollout waits for is seen in its own parts (`waits`)."""
 OF_SAMPLER = ("time/prefill_s", "time/decode_s", "time/schedule_s")
 OWNERS = ("infra", "env", "agent", "limit")
-"""Whose doing it is that an episode did not end as it should; those of `LOST` take no part in credit."""
+"""Owners of faults that end an episode early; episodes of an owner in `LOST` take no part in credit."""
 LOST = OWNERS[:2]
 HISTORY = 48
 """Steps in the panel's curve of rewards."""

@@ -81,7 +81,7 @@ class Place:
 
     @property
     def asker(self) -> Asker:
-        """What asks the stage's model."""
+        """The client of the stage's model."""
         if self._asker is None:
             raise DataError(f"stage {self.label} asks a model, and has none")
         return self._asker

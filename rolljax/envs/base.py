@@ -1,4 +1,4 @@
-"""What an environment is. GEM / Gymnasium meaning, in text.
+"""Interfaces of an environment. GEM / Gymnasium meaning, in text.
 
 An `EnvSpec` is a setting: a frozen dataclass that makes tasks and environments. An `Env` is one episode's worth of
 state, used by one trajectory at a time and thrown away after it.
@@ -116,7 +116,8 @@ class EnvSpec(abc.ABC):
 
     @property
     def needs_worker(self) -> str:
-        """Why its calls must run in worker processes, whatever the pool's settings; empty: threads are allowed."""
+        """The reason why its calls must run in worker processes, whatever the pool's settings; empty: threads are
+        allowed."""
         return ""
 
     @property

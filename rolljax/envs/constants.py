@@ -40,7 +40,8 @@ CONSTANTS: Mapping[str, str] = {
     "4000 line ends": "\n" * 4000,
     "1000 brackets": "[" * 500 + "]" * 500,
 }
-"""By name: numbers, non-numbers, words that answer many tasks, empty values of several languages, long texts."""
+"""Constant answers by name: numbers, non-numbers, words that answer many tasks, empty values of several languages, long
+texts."""
 
 SURE = 1e-6
 """Least probability at which wins without the reference answer are taken for luck: with a hundred answers and a

@@ -10,7 +10,7 @@ import numpy as np
 
 T = TypeVar("T")
 ROUNDS, SHORTEST_BLOCK_BITS, WORD = 4, 16, 2**32 - 1
-"""Of the cipher that shuffles: its rounds, the least bits that it works on, and the mask of a 32-bit word."""
+"""Parameters of the shuffling cipher: its rounds, its smallest block in bits, and the mask of a 32-bit word."""
 
 
 def shuffled(num: int, seed: int, item: Callable[[int], T], keep: Callable[[T], bool]) -> Any:

@@ -20,7 +20,7 @@ MAX_ANSWER_CHARS = 2**20
 MAX_DEPTH = 32
 """Lists and objects within each other that JSON of a policy may have."""
 END_OF_THINKING = "</think>"
-"""What models write between their thoughts and their answer."""
+"""Tag that models write between their thoughts and their answer."""
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 

@@ -74,7 +74,7 @@ class Benchmark:
 
 @dataclasses.dataclass(frozen=True)
 class Attempts:
-    """How every task is tried."""
+    """Settings of the attempts at every task."""
 
     num: int = 1
     """Attempts at each task."""

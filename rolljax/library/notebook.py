@@ -21,7 +21,7 @@ REDRAW_S = 0.5
 NUM_LINES = 8
 """Lines that are shown below the curve."""
 WIDTH, HEIGHT, PAD = 560, 120, 6
-"""Of the curve, in pixels."""
+"""Size of the curve, in pixels."""
 NUM_POINTS = 280
 """Most points of the curve."""
 

@@ -79,17 +79,18 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
+        """The contents of summary.json: held-out rewards, steps, seconds, why it stopped; empty until it has
+        stopped."""
         return self._files.summary()
 
     @property
     def stop_reason(self) -> str:
-        """Why it stopped; empty while it is in progress."""
+        """The reason why the run stopped; empty while it is in progress."""
         return str(self.summary.get("stop_reason", ""))
 
     @property
     def is_finished(self) -> bool:
-        """Whether all phases are done. If not, the same call of `rolljax.train` continues the run."""
+        """Return whether all phases are done. If not, the same call of `rolljax.train` continues the run."""
         from rolljax.storage.run_reader import DONE
 
         return self.stop_reason == DONE
@@ -151,7 +152,8 @@ class Run:
 
     @property
     def weights(self) -> tuple[str, Path]:
-        """Where the newest weights are: ("hf", a Hugging Face folder) of a finished run, else ("ckpt", the run folder).
+        """The location of the newest weights: ("hf", a Hugging Face folder) of a finished run, else ("ckpt", the run
+        folder).
 
         Raises:
           CheckpointError: nothing is saved yet.

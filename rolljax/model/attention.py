@@ -96,12 +96,12 @@ def in_blocks(
 
 
 class TokenPositions(NamedTuple):
-    """Where the tokens of packed rows stand, `[B, T]` each."""
+    """Positions of the tokens of packed rows, `[B, T]` each."""
 
     indices: jax.Array
-    """In the row."""
+    """Index in the row."""
     positions: jax.Array
-    """In the sequence."""
+    """Position in the sequence."""
     segment_ids: jax.Array
     branch_ids: jax.Array
 

@@ -96,7 +96,7 @@ class DecoderConfig(abc.ABC):
 
     @property
     def routing(self) -> Routing | None:
-        """How tokens choose experts; None: the feed-forward is dense."""
+        """The routing of tokens to experts; None: the feed-forward is dense."""
         return None
 
     @property
@@ -145,7 +145,7 @@ class DecoderConfig(abc.ABC):
 
 
 class Out(NamedTuple):
-    """What a decoder makes of tokens."""
+    """The outputs of a decoder."""
 
     hidden: jax.Array
     """`[B, T, D]`, after the last norm."""
@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_matrix(self) -> jax.Array:
-        """What maps hidden states to logits, `[V, D]`: the embedding itself where they are tied."""
+        """The matrix from hidden states to logits, `[V, D]`: the embedding itself if they are tied."""
         return (self.embed if self.cfg.tie_embeddings else self.head)[...]
 
 

@@ -16,9 +16,9 @@ from rolljax.errors import CheckpointError
 MAX_JSON_BYTES = 256 * 2**20
 """Most bytes of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""How halves of surrogate pairs are written, pairs among them."""
+"""Encodings of halves of surrogate pairs, also inside whole pairs."""
 HEAD_BYTES = 1 << 20
-"""Of every file of weights, that tell one model from another."""
+"""Bytes of every file of weights that enter `folder_digest`."""
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -1,4 +1,5 @@
-"""What families say of Hugging Face folders: fields of `config.json`; how a tensor there becomes a parameter here."""
+"""Descriptions of Hugging Face folders by families: fields of `config.json`, and the conversion of tensors to
+parameters."""
 
 from __future__ import annotations
 

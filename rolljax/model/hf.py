@@ -37,7 +37,7 @@ INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 CLASSIFIER = "ForSequenceClassification"
-"""How architectures end that have a head of labels instead of a vocabulary."""
+"""Ending of architectures that have a head of labels instead of a vocabulary."""
 MAX_MISSING = 10_000
 """Most missing tensors before the search ends."""
 MAX_SHARD_BYTES = 5 * 10**9

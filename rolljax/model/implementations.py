@@ -1,4 +1,4 @@
-"""Which implementation computes attention while training: what each one takes, and which one a device is given.
+"""Chooses the implementation of attention in training: the requirements of each one, and the choice for a device.
 
 `Recipe.attention` names one. A named implementation that cannot run is refused with the reason. 'auto' takes the first
 of the device's list that can run: `MEASURED` has the lists that a measurement on that kind of device has made,
@@ -25,11 +25,11 @@ Implementation = Literal["auto", Name]
 Mosaic GPU). 'auto': the first of the device's list that can run."""
 
 MEASURED: dict[str, tuple[Name, ...]] = {}
-"""By `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first. docs/scaling.md describes how
-to make an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation whose error is above its bound
-may not be listed."""
+"""Implementations by `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first.
+docs/scaling.md describes how to make an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation
+whose error is above its bound may not be listed."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
-"""By platform: the list of a device that is not in `MEASURED`."""
+"""Implementations by platform, for devices that are not in `MEASURED`."""
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the layers of several families share: parameters, norms, rotary embedding, projections, the gated feed-forward.
+"""Shared parts of the families' layers: parameters, norms, rotary embedding, projections, the gated feed-forward.
 
 Parameters of all layers are stacked: each has a leading L, and a family's `layer` sees one slice.
 """
@@ -94,7 +94,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class ExpertRouting(NamedTuple):
-    """What a layer of experts says of its routing."""
+    """The routing of a layer of experts."""
 
     expert_ids_BTk: jax.Array
     """Experts of each token, int32."""

@@ -46,7 +46,7 @@ class Base:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """What a model with adapters computes with."""
+    """The parameters of a model with adapters."""
 
     base: Base
     adapters: Params | None
@@ -82,7 +82,7 @@ class Lora:
 
     @property
     def factor(self) -> float:
-        """What `(x A) B` is multiplied by."""
+        """The factor of `(x A) B`."""
         return self.alpha / self.rank
 
     def maps(self, axes: Params) -> tuple[str, ...]:

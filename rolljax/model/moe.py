@@ -35,7 +35,7 @@ ROW_TILES, TILE = (128, 512), 1024
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's probabilities."""
+    """The routing of tokens to experts: the `per_token` likeliest of `num_experts` by the router's probabilities."""
 
     num_experts: int
     per_token: int

@@ -31,7 +31,7 @@ _Compare = Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
 class Queries(NamedTuple):
-    """What the kernels know of tokens as queries, int32 `[B, T]`; indices count in the full row."""
+    """Properties of tokens as queries for the kernels, int32 `[B, T]`; indices count in the full row."""
 
     row_index: jax.Array
     run: jax.Array
@@ -47,7 +47,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the kernels know of tokens as keys, int32 `[B, S]`."""
+    """Properties of tokens as keys for the kernels, int32 `[B, S]`."""
 
     run: jax.Array
     prompt: jax.Array
@@ -110,7 +110,7 @@ def mix(
 
 
 class _Look(NamedTuple):
-    """What the queries of one row look at: keys `low` to `high - 1` that have its id, as far as `bound` lets it."""
+    """The keys visible to the queries of one row: keys `low` to `high - 1` with the query's id, limited by `bound`."""
 
     q_ids: jax.Array
     k_ids: jax.Array
@@ -138,7 +138,7 @@ def _from_bound(bound: jax.Array, key: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What is static about a call. The kernels are those of `make_splash_mha`, which has no way to give them the
+    """The static parameters of a call. The kernels are those of `make_splash_mha`, which has no way to give them the
     log-sum-exp of other keys too."""
 
     size: int | None

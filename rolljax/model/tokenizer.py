@@ -331,7 +331,7 @@ class Chat:
 
     @functools.cached_property
     def knows_tools(self) -> bool:
-        """Whether the template writes tools, the calls of an assistant and their results."""
+        """Return whether the template writes tools, the calls of an assistant and their results."""
         user = {"role": "user", "content": "q"}
         silent = {"role": "assistant", "content": ""}
         call = {**silent, "tool_calls": [_CALL]}

@@ -54,7 +54,7 @@ class RewardModelScore(RewardConfig):
     clip: float | None = None
     """Largest absolute value of the normalised score (None: no limit)."""
     heldout: Literal["environment", "model"] = "environment"
-    """Whose reward held-out evaluations report."""
+    """Source of the reward that held-out evaluations report."""
     dtype: Dtype | None = None
     """Data type of the computation for a Hugging Face folder; None: float32 on CPU, else bfloat16."""
     mesh: MeshSpec = MeshSpec()

@@ -171,7 +171,7 @@ class _RuleSpec(EnvSpec):
     rule: Rule
     """Rule that scores the episodes."""
     runs: Runs = "inline"  # type: ignore[misc]  # of the rule
-    """Where the rule runs, as declared by the rule."""
+    """The place where the rule runs, as declared by the rule."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What training does differently with each domain of a mixture."""
+"""Settings with which training treats each domain of a mixture differently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rolljax.types import SamplingParams
 
 
 class MixturePhase(Protocol):
-    """What of a `recipe.Phase` concerns a mixture."""
+    """The part of a `recipe.Phase` that concerns a mixture."""
 
     @property
     def mixture(self) -> MixtureRule | None: ...
@@ -32,7 +32,7 @@ class MixturePhase(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DomainSettings:
-    """How a domain's episodes are sampled, scored and chosen, where it is not as the phase or the recipe says. The
+    """Settings of a domain's sampling, rewards and filters that differ from the phase's or the recipe's. The
     temperature is the phase's: the trainer's log-probs are taken at it."""
 
     max_answer_tok: int = 0
@@ -60,7 +60,7 @@ class DomainSettings:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out of the sampling distribution of this domain."""
+        """Return whether tokens are left out of the sampling distribution of this domain."""
         return (self.top_k or 0) > 0 or (self.top_p or 1.0) < 1 or (self.min_p or 0.0) > 0
 
     def sampling(self, params: SamplingParams, *, in_training: bool) -> SamplingParams:
@@ -77,7 +77,7 @@ class DomainSettings:
 
 
 Domains = Mapping[str, DomainSettings]
-"""By the names of `Mixture.domains`; a domain that is not there has no settings of its own."""
+"""Settings by the names of `Mixture.domains`; a domain without an entry uses the phase's and the recipe's."""
 
 
 def group_filters(cfg: FilterConfig, domains: Domains) -> GroupFilters:

@@ -46,7 +46,7 @@ EVALUATION_FIRST = -1
 
 
 class Policy(Protocol):
-    """Whoever answers."""
+    """A source of answers: a model, or a scripted player."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         """Return the tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
@@ -171,7 +171,7 @@ MAX_ATTEMPTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How episodes are conducted."""
+    """Settings of episodes."""
 
     context: Literal["truncate", "drop_oldest"] = "truncate"
     """Behaviour if the next answer might not fit into the context. truncate: the episode continues until the context is
@@ -218,7 +218,7 @@ class RolloutConfig:
 
     @property
     def max_restarts(self) -> int:
-        """How often a trajectory's stream may restart."""
+        """The most restarts of a trajectory's stream."""
         return self.restarts if self.context == "drop_oldest" else 0
 
 
@@ -335,7 +335,7 @@ class EpisodeRollouts(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts(EpisodeRollouts):
-    """Everything that a rollout needs in addition to its task."""
+    """The parts of a rollout other than its task."""
 
     pool: Pool
     chat: Chat

@@ -1,4 +1,4 @@
-"""Which trajectories take part in a step, and when a step is not worth an update."""
+"""Selects the trajectories that take part in a step, and skips steps without a signal."""
 
 from __future__ import annotations
 

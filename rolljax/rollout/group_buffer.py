@@ -195,7 +195,7 @@ class GroupBuffer:
 
     @property
     def in_long_round(self) -> bool:
-        """Whether the current round, or the last trained one, is a long round of tail batching."""
+        """Return whether the current round, or the last trained one, is a long round of tail batching."""
         return self.admission.tail is not None and not self._is_short
 
     # ---- starting

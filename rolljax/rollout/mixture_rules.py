@@ -1,4 +1,4 @@
-"""How the shares of a mixture's domains come about: by step, by how well they go, or learned.
+"""Rules for the shares of a mixture's domains: by step, by results, or learned.
 
 A `MixtureRule` is a setting (`Phase.mixture`); without one the shares are the domains' weights. What it learned stands
 in a memory of plain JSON, which checkpoints keep. Whatever a rule does, `shares.StepPlan` gives whole groups.
@@ -18,12 +18,12 @@ from rolljax.trainer.paper import Stated
 from rolljax.types import Group
 
 Memory = Mapping[str, Any]
-"""What a rule has learned, as JSON; empty at the beginning of a phase."""
+"""The learned state of a rule, as JSON; empty at the beginning of a phase."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexities:
-    """Of one domain's validation set: exp of the mean cross-entropy of its reference tokens."""
+    """Perplexities of one domain's validation set: exp of the mean cross-entropy of its reference tokens."""
 
     student: float
     teacher: float

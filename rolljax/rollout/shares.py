@@ -18,7 +18,7 @@ from typing import Any
 from rolljax.errors import ConfigError
 
 Shares = Mapping[str, float]
-"""By domain, adding up to 1."""
+"""Shares by domain, adding up to 1."""
 NEAR = 1e-9
 """Rounding of shares and of what is carried over."""
 
@@ -90,7 +90,7 @@ class StepPlan:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are domains."""
+        """Return whether there are domains."""
         return self._shares is not None
 
     def places(self, step: int) -> tuple[str, ...]:

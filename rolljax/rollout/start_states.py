@@ -1,4 +1,5 @@
-"""Where episodes start: at the task's own start, or behind a piece of an expert's episode (IPA, arXiv 2512.24873).
+"""Chooses where episodes start: at the task's own start, or after a part of an expert's episode (IPA, arXiv
+2512.24873).
 
 A policy that never succeeds from the start learns nothing from outcomes. Put behind all but the last chunk of a
 success, it can succeed; once it does, the start moves one chunk towards the beginning (sequential rollback), or starts

@@ -1,1 +1,1 @@
-"""What a run is made of."""
+"""The parts of a run."""

@@ -1,5 +1,5 @@
-"""What a person should hear about a run without asking: limits that cut most answers, environments that fail, a reward
-that never moves, and what the model says."""
+"""Unrequested warnings about a run: limits that cut most answers, failing environments, a reward that never moves; and
+sample answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHOWN_CHARS = 60
 
 @dataclasses.dataclass
 class PreemptionRule:
-    """By what factor the devices that a sampler's weights are split over should change, from how often sequences gave
-    their pages back in rounds of rollouts (RollPacker, arXiv 2509.21009): 2 when that grew, 1/2 when it did not happen
-    for a while."""
+    """The factor by which to change the number of devices of a sampler's weights, from the number of preempted
+    sequences per round of rollouts (RollPacker, arXiv 2509.21009): 2 when that grew, 1/2 when it did not happen for a
+    while."""
 
     growth: float = 1.05
     """Growth factor of the number of preemptions from one round to the next above which they are too frequent."""

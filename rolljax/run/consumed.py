@@ -76,7 +76,7 @@ class DrawAccount:
 
     @property
     def num_started(self) -> int:
-        """How often a group was started."""
+        """The number of started groups."""
         return self.num_trained + self.dropped.total() + len(self.in_flight)
 
     def groups(self, version: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rolljax.trainer.publish import Reshard, share_devices
 
 ASKED_FRAC = 0.125
 HOST_FRAC = 0.95
-"""Of the memory that a host has to spare: what a run may take. The rest is for its processes and for compilers."""
+"""Fraction of a host's available memory that a run may use. The rest is for its processes and for compilers."""
 GIB, MIB = 2**30, 2**20
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -149,7 +149,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What every program of a run takes of a device, next to what the device has."""
+    """The memory that every program of a run needs on a device, and the device's memory."""
 
     resolved: ResolvedRecipe
     uses: tuple[Use, ...]

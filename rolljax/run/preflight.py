@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before anything is allocated."""
+"""Checks of a run before anything is allocated."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """What tasks were found to be."""
+    """The findings about tasks."""
 
     openings: list[tuple[Message, ...]]
     """The messages that each begins with."""

@@ -9,12 +9,12 @@ from typing import Any
 from rolljax.recipe import Phase
 
 ALL_STEPS = "all steps done"
-"""Why a phase ended that did all of them."""
+"""Reason for the end of a phase that did all of its steps."""
 
 
 @dataclasses.dataclass
 class RunProgress:
-    """Where a run stands. `phase` and `step` are what comes next; `total_steps` counts over all phases."""
+    """The progress of a run. `phase` and `step` are the next ones; `total_steps` counts over all phases."""
 
     phase: int = 0
     step: int = 0
@@ -30,7 +30,7 @@ class RunProgress:
     `save`, `result`."""
     phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why each finished phase ended."""
+    """The reason why each finished phase ended."""
     algorithm_state: dict[str, float] = dataclasses.field(default_factory=dict)
     """Numbers that the phase's algorithm carries from step to step."""
     start_states: dict[str, Any] = dataclasses.field(default_factory=dict)

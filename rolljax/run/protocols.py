@@ -81,7 +81,7 @@ class LoopPlayer(Protocol):
 
 
 class StepSource(Protocol):
-    """Where the groups of steps come from; see `phase_rollouts.PhaseRollouts` and `replay.ReplayedRollouts`."""
+    """The source of the groups of steps; see `phase_rollouts.PhaseRollouts` and `replay.ReplayedRollouts`."""
 
     def has_step(self) -> bool: ...
     async def measure(self, trainer: LoopTrainer) -> None: ...
@@ -91,7 +91,7 @@ class StepSource(Protocol):
 
 
 class LoopConsole(Protocol):
-    """What the loop tells a person."""
+    """The output of the loop for people."""
 
     def warn(self, text: str) -> None: ...
     def wait(self, what: str) -> None: ...

@@ -40,7 +40,7 @@ RECORDING = "a run that is to be replayed needs rollouts_every = 1 and keep_roll
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """What a run trained."""
+    """The record of a run's trained steps."""
 
     folder: RunFolder
     """Folder of the logged run."""

@@ -51,7 +51,7 @@ def keep(folder: RunFolder, phase: Phase, params: Params, algorithm_state: Mappi
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRewardModels:
-    """What a run's rewards may find (`rewards.base.TrainedModels`)."""
+    """The trained reward models that a run's rewards can load (`rewards.base.TrainedModels`)."""
 
     resolved: ResolvedRecipe
     folder: RunFolder | None = None

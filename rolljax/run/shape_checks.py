@@ -36,7 +36,7 @@ from rolljax.trainer.update import clean_batch
 from rolljax.types import FinishReason, Key, Status, Task, Trajectory, Turn
 
 PROMPT_TOK, TURN_TOK, MAX_TURNS, MAX_GROUPS, MAX_SIBLINGS = 8, 8, 3, 4, 8
-"""Of made-up episodes, at most."""
+"""Largest sizes of made-up episodes."""
 OWN_CODE = str(Path(rolljax.__file__).parent)
 
 

@@ -19,7 +19,8 @@ ADDRESS_LEN = 5
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingDistribution:
-    """What each row is drawn from, `[S]` each: the fields of `rolljax.types.SamplingParams` of these names."""
+    """The distribution from which each row is sampled, `[S]` each: the fields of `rolljax.types.SamplingParams` of
+    these names."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -36,7 +37,7 @@ class SamplingDistribution:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything the engine keeps between dispatches. On a mesh every array is split over its first axis."""
+    """The engine's state between dispatches. On a mesh every array is split over its first axis."""
 
     pool: jax.Array
     """KV pages of all layers; its layout is the path's."""
@@ -56,7 +57,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inserts:
-    """Which prefilled prompt goes into which slot, and how it is sampled from; one entry per slot."""
+    """The prefilled prompt for each slot, and its sampling parameters; one entry per slot."""
 
     row: jax.Array
     """`[S]` row of the prefill's logits, counted within the slot's batch shard; -1: the slot is left alone."""

@@ -87,7 +87,7 @@ class Sampler:
 
     @property
     def asleep(self) -> bool:
-        """Whether it has no weights and no KV pages (see `sleep`)."""
+        """Return whether it has no weights and no KV pages (see `sleep`)."""
         return self._scheduler.asleep
 
     @property
@@ -97,7 +97,7 @@ class Sampler:
 
     @property
     def error(self) -> SamplerError | None:
-        """Why the sampler has stopped, if it has."""
+        """The error that stopped the sampler, if it has stopped."""
         return self._error
 
     def load(self) -> SamplerLoad:

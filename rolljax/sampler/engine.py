@@ -38,11 +38,11 @@ from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, draw, fold_address
 from rolljax.sampler.settings import MIN_CHUNK, MIN_ROWS, SamplerConfig
 
 Carry = tuple[jax.Array, DecodeState, Any, ResultTokens]
-"""Of the decode loop: steps that are done, the rows' state, the path's cache, what was sampled."""
+"""State of the decode loop: completed steps, the rows' state, the path's cache, the sampled tokens."""
 EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
 MAX_UNROLLED_LAYERS = 8
-"""On CPU the layers of models up to this depth are written out in the decode program."""
+"""Largest depth of models whose layers are unrolled in the decode program on CPU."""
 LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "score", "sleep")
 """Methods that all processes of a mesh must call in one order. Arguments and tickets are the same on all of them."""
 
@@ -313,7 +313,7 @@ class Engine:
 
     @property
     def experts_split(self) -> bool:
-        """Whether shards have a part of the experts each, and compute each other's tokens (`model.moe`)."""
+        """Return whether shards have a part of the experts each, and compute each other's tokens (`model.moe`)."""
         return bool(self.model.cfg.routing) and EXPERT_AXIS in self.batch_axes and self.mesh.shape[EXPERT_AXIS] > 1
 
     def _param_specs(self) -> Any:

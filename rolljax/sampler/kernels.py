@@ -40,9 +40,9 @@ GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 
 Name = Literal["dense", "ragged", "triton"]
 MEASURED: dict[str, tuple[Name, ...]] = {}
-"""By `jax.Device.device_kind`: paths of decode steps, fastest first (docs/scaling.md says how to add an entry)."""
+"""Paths of decode steps by `jax.Device.device_kind`, fastest first (docs/scaling.md says how to add an entry)."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
-"""By platform: the list of a device that is not in `MEASURED`; `DensePath` is its end."""
+"""Paths by platform, for devices that are not in `MEASURED`; `DensePath` is its end."""
 
 
 def why_not(name: Name, platform: str, cfg: DecoderConfig, page_size: int) -> str:

@@ -30,7 +30,7 @@ from rolljax.model.decoder import DecoderConfig
 
 
 class Path(Protocol):
-    """How keys and values are kept in the pool of pages, and how new tokens attend to them."""
+    """The layout of keys and values in the pool of pages, and the attention of new tokens to them."""
 
     head_axis: int
     """The dimension of the pool that counts key/value heads."""
@@ -53,7 +53,7 @@ class Path(Protocol):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table", "length"], meta_fields=["context"])
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Where `DensePath` reads: in its cache the first `context` positions are the rows' earlier tokens."""
+    """The places that `DensePath` reads: in its cache the first `context` positions are the rows' earlier tokens."""
 
     table: jax.Array
     length: jax.Array

@@ -44,23 +44,23 @@ class Request:
     cached_tok: int = 0
     num_sampled: int = 0
     text: TextStream | None = None
-    """Its text up to a stop text, once that is looked for."""
+    """Its text up to a stop text, if it has stop texts."""
     prompt: QueuedPrompt | None = None
-    """While it waits."""
+    """The queued prompt, while the request waits."""
     slot: int = -1
     shard: int = -1
     row: int = -1
-    """In the dispatch under way."""
+    """Its row in the current dispatch."""
     in_cache: int = 0
     """Leading tokens of its stream whose keys and values are in its pages."""
     epoch: int = -1
-    """Of the page cache, when it got its slot."""
+    """The epoch of the page cache when it got its slot."""
     nodes: list[Node] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """What requests are served by: the lowest first."""
+        """The priority of the request: the lowest is served first."""
         return (self.priority, self.order)
 
     @property
@@ -93,9 +93,9 @@ class QueuedPrompt:
     done: int = 0
     """Leading tokens that are in the cache now."""
     ticket: int | None = None
-    """Of the logits after its last token (`EngineWorker.prefill`), once it is prefilled."""
+    """The ticket of the logits after its last token (`EngineWorker.prefill`), once it is prefilled."""
     row: int = -1
-    """Of the prefill, within the batch shard."""
+    """Its row in the prefill, within the batch shard."""
 
     @property
     def locked(self) -> list[Node]:

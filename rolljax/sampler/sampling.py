@@ -1,4 +1,4 @@
-"""How one token is drawn: its distribution, log-probs, and noise that is a function of the request alone.
+"""Samples one token: its distribution, log-probs, and noise that is a function of the request alone.
 
 Noise is Gumbel noise from the hash of (request key, position, token id): the argmax of logits plus noise is a draw
 from the softmax, and it does not depend on slot, batch, schedule or restarts. The hash is Threefry-2x32 with 20 rounds

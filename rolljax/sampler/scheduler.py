@@ -29,7 +29,7 @@ from rolljax.sampler.prompt_queue import Capacity, PromptQueue, QueuedPrompt, Re
 from rolljax.types import FinishReason, Sampled
 
 FirstTokens = list[tuple[list[Request], ResultTokens]]
-"""What inserts have drawn: requests, and the device's results of all slots."""
+"""First tokens sampled by inserts: requests, and the device's results of all slots."""
 
 
 class Scheduler:
@@ -60,7 +60,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do."""
+        """Return whether `step` has something to do."""
         return not self.asleep and bool(self._running or self._queue.prompts)
 
     def load(self) -> SamplerLoad:

@@ -47,7 +47,7 @@ MERGED_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 @dataclasses.dataclass(frozen=True)
 class SandboxCommand:
-    """Everything the supervisor needs to start a sandbox."""
+    """The parameters with which the supervisor starts a sandbox."""
 
     argv: list[str]
     env: dict[str, str]

@@ -42,7 +42,7 @@ class SandboxGone(EnvError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a program ended."""
+    """The result of a program."""
 
     returncode: int
     """Exit code as a shell reports it (128 + signal)."""

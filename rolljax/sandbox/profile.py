@@ -85,7 +85,7 @@ PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    """How sandboxes are made here."""
+    """Settings of sandboxes."""
 
     backend: Literal["bwrap", "none"] = "bwrap"
     """`bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only."""

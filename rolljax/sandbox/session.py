@@ -29,7 +29,7 @@ AGENT_FILES = ("agent.py", "wire.py")
 
 @dataclasses.dataclass(frozen=True)
 class CommandResult:
-    """How a command of a shell ended."""
+    """The result of a shell command."""
 
     returncode: int
     output: str

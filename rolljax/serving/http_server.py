@@ -18,18 +18,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES = 32 * 1024
-"""Of a request line and headers together, and of trailers."""
+"""Limit of a request line and headers together, and of trailers."""
 HEAD_FIELDS = 100
 URL_BYTES = 8 * 1024
 PIPELINED = 16
 """Requests of a connection that wait for the answers before theirs."""
 LINGER_S = 2.0
-"""How long the rest of a body is thrown away after its request was answered; then the connection ends."""
+"""Seconds for which the rest of a body is discarded after its request was answered; then the connection ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What connections may hold."""
+    """Limits of connections."""
 
     connections: int
     """Maximum number of simultaneous connections; beyond it, idle connections are closed."""
@@ -65,7 +65,7 @@ def make_server(
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why something is no request, and the status that it is answered with."""
+    """The reason why a request is malformed, and the status of the answer."""
 
     status: int
     message: str

@@ -1,4 +1,4 @@
-"""Around the server's endpoints: keys, counting, hang-ups, and errors in OpenAI's shape."""
+"""Wraps the server's endpoints: keys, counting, hang-ups, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 

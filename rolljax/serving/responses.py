@@ -255,7 +255,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Everything that `fields` has shown."""
+        """The whole text that `fields` has returned."""
         return self._text.shown
 
     def reason(self, completion: Completion) -> str:

@@ -32,7 +32,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclasses.dataclass(frozen=True)
 class SessionRules:
-    """What the trainer decides about a session."""
+    """The trainer's settings for a session."""
 
     params: SamplingParams
     """The sampling distribution, the ids that end an answer, and the most tokens of one."""

@@ -1,5 +1,5 @@
-"""What queueing says of asynchronous training before anything is simulated: the propositions of ROLL Flash
-(arXiv 2510.11345, section 4)."""
+"""Bounds on asynchronous training from queueing theory, without a simulation: the propositions of ROLL Flash (arXiv
+2510.11345, section 4)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from rolljax.simulation.timings import Distribution, Timings
 from rolljax.types import Completion, FinishReason, Group, Key, Message, Sampled, Task, Trajectory
 
 GROUP, ANSWER, EPISODE = 0, 1, 2
-"""What randomness is for; part of its address."""
+"""Purpose of a random number; part of its address."""
 
 
 def rng(seed: int, *address: int) -> np.random.Generator:
@@ -95,7 +95,7 @@ class SimulatedStart:
 
 
 class SimulatedEnvs:
-    """What an `EnvPool` opens its episodes in: they take time, fail, and pay a reward at their end."""
+    """Simulated environments for an `EnvPool`: they take time, fail, and give a reward at their end."""
 
     def __init__(self, timings: Timings, max_turns: int, seed: int) -> None:
         self.timeouts: collections.Counter[str] = collections.Counter()

@@ -1,4 +1,5 @@
-"""What a simulation found: step time, throughput, how busy each role was, staleness, waits; in numbers and pictures."""
+"""The results of a simulation: step time, throughput, how busy each role was, staleness, waits; in numbers and
+pictures."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.simulation.timings import EngineTimings, Slices, Timings, TrainerTimings
 
 BYTES = 2
-"""Of a weight, and of a number in keys and values: bfloat16."""
+"""Bytes of a weight, and of a number in keys and values: bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-    """What a model asks for."""
+    """The work and the memory that a model needs."""
 
     flops: float
     """FLOPs of a token in the forward pass, without attention."""

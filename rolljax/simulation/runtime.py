@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What the trainer did for a while: update, publish."""
+    """An interval of the trainer's time: update, publish."""
 
     name: str
     start_s: float

@@ -1,4 +1,4 @@
-"""How long things take in a simulation, and how long answers are: settings, from a file or fitted to a run."""
+"""Settings of durations and answer lengths in a simulation, from a file or fitted to a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Of a number that is not negative."""
+    """A distribution of non-negative numbers."""
 
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
     """`lognormal`: `center` is the median, `spread` the standard deviation of the logarithm. `normal`: mean and
@@ -60,7 +60,7 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """What it is about on average; `cap` and what is below 0 are left out of account."""
+        """The approximate mean; it ignores `cap` and the cut at 0."""
         if self.kind == "recorded":
             middle = self.center * sum(self.values) / len(self.values)
         else:

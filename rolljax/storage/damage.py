@@ -21,7 +21,7 @@ from rolljax.storage.run_reader import row
 
 LOGS = (METRICS, CONSUMED)
 CHECKED_BYTES = 16 << 30
-"""Of files of rollouts that are compared with their SHA-256, the newest first: some 10 s of reading."""
+"""Bytes of files of rollouts that are compared with their SHA-256, the newest first: some 10 s of reading."""
 _NAMED = 4
 """Files that one message names."""
 _READERS = 8

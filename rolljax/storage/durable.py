@@ -35,7 +35,7 @@ REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-"""What to do, by the error of the operating system."""
+"""Remedies, by the error of the operating system."""
 _OTHER = "move away whatever has this name (a dangling link, a pipe)"
 
 

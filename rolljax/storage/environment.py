@@ -1,4 +1,4 @@
-"""What a run was made by: env.json."""
+"""Records a run's software, devices and command: env.json."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Parsed(NamedTuple):
     """The lines of a file."""
 
     values: list[Any]
-    """What was made of each whole line, in their order."""
+    """The parsed value of each complete line, in order."""
     damaged: int
     """Number of damaged lines."""
     end: int

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from rolljax.errors import ConfigError
 
 Outcome = Literal["done", "stopped", "failed"]
-"""How a run ended: all its phases are done; it was stopped or its process is gone, and it may resume; an error."""
+"""The end of a run: all its phases are done; it was stopped or its process is gone, and it may resume; an error."""
 Row = Mapping[str, Any]
 """A row of metrics.jsonl: numbers by name, and `phase`, a string."""
 PLACE = ("step", "phase")

@@ -1,4 +1,4 @@
-"""How token losses become one number: every scheme is a sum with one scale per token, counted over the whole update.
+"""Aggregates token losses to one number: every scheme is a sum with one scale per token, counted over the whole update.
 
 The scales are made on the host while a batch is packed, when every length is known; micro-batches and shards can then
 add up in any order and cannot get a denominator wrong.

@@ -1,4 +1,4 @@
-"""Where the sampled tokens look: the attention statistics of attention-rhythm credit, head by head.
+"""Attention of the sampled tokens: the attention statistics of attention-rhythm credit, head by head.
 
 Source: "Attention Illuminates LLM Reasoning: The Preplan-and-Anchor Rhythm Enables Fine-Grained Policy Optimization"
 (arXiv 2510.13554). With A[t, s] the attention of query t to key s, and distances in positions of the sequence:
@@ -37,7 +37,7 @@ AttendFor = Callable[[jax.Array, jax.Array, jax.Array], Attend]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMaps:
-    """What is measured, and over which layers and heads."""
+    """Settings of the measurement: windows, layers and heads."""
 
     waad_window: int = 10
     """W, the distance in tokens at which WAAD stops to count further."""
@@ -75,7 +75,7 @@ class AttentionMaps:
 
 
 class TokenRoles(NamedTuple):
-    """What is known of the tokens of packed rows, apart from their ids; arrays `[B, T]`."""
+    """Roles of the tokens of packed rows; arrays `[B, T]`."""
 
     places: attention.TokenPositions
     sampled: jax.Array

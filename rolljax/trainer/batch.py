@@ -56,7 +56,7 @@ class TokenBatch:
     """Tokens in the whole update that are no padding."""
     num_sequences: jax.Array
     temperature: jax.Array
-    """Of the distribution that tokens were sampled from: trainer log-probs are taken at it."""
+    """Temperature at which tokens were sampled; the trainer's log-probs use it too."""
     kl_coef: jax.Array
     trainer_logp: jax.Array | None = None
     ref_logp: jax.Array | None = None
@@ -64,7 +64,7 @@ class TokenBatch:
     """Factor of the surrogate."""
     entropy_weights: jax.Array | None = None
     rewards: jax.Array | None = None
-    """Of the trajectory, at each of its tokens."""
+    """Reward of the trajectory, at each of its tokens."""
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
@@ -110,7 +110,7 @@ class Column(NamedTuple):
     asked_by: str = ""
     """The field of `Needs` without which it is None; empty: always there, or decided by credit."""
     padding: int = 0
-    """Where there is no token, or none that was sampled."""
+    """Value where there is no token, or no sampled one."""
     clean: Literal["zero", "logp", ""] = ""
     """The value in the update's loss where the scale is 0: 0, the policy's own log-prob, or unchanged."""
 
@@ -303,7 +303,7 @@ class _Stream:
 
     @property
     def indices(self) -> np.ndarray:
-        """Of its sampled tokens in `tokens`."""
+        """The indices of its sampled tokens in `tokens`."""
         return self.sample.indices[self.first : self.last] - self.lo
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from rolljax.trainer.optimizer import AdamW, Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    """How many value models, of which size, and how they are fitted."""
+    """Settings of critics: the number of value models, their size, and how they are fitted."""
 
     num: int = 1
     """Critics; their mean is the value."""

@@ -1,4 +1,4 @@
-"""What a model says about packed rows. The only place that shifts: a token is judged by the hidden state before it."""
+"""Model outputs for packed rows. The only place that shifts: a token is judged by the hidden state before it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 from rolljax.errors import ConfigError, check_range
 
 PolicySource = str
-"""Where a reference policy comes from: `phase_start`, `run_start`, or a local Hugging Face folder."""
+"""The source of a reference policy: `phase_start`, `run_start`, or a local Hugging Face folder."""
 
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 
@@ -81,7 +81,7 @@ class AdaptiveKl:
 
 @dataclasses.dataclass(frozen=True)
 class KlTerm:
-    """What holds a policy near a reference: `KlLoss` or `KlReward`."""
+    """A term that keeps a policy near a reference: `KlLoss` or `KlReward`."""
 
     coef: float
     """Weight of the KL term."""

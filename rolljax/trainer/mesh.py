@@ -38,7 +38,7 @@ def available_devices() -> list[jax.Device]:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """How many devices each mesh axis takes; one axis may be -1, "all that are left".
+    """The number of devices of each mesh axis; one axis may be -1, "all that are left".
 
     With none at -1, the first devices of the machine are used.
     """
@@ -143,7 +143,7 @@ class Split:
 
 
 Placement = Colocated | Split
-"""Which devices of a machine train and which sample."""
+"""The split of a machine's devices into training and sampling."""
 
 
 def num_batch_shards(mesh: Mesh) -> int:

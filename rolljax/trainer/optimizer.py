@@ -38,8 +38,8 @@ Axes before those count matrices: layers, and whatever else is stacked."""
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-    """What all optimizers share: a clip by global norm, a learning rate by update, a rule, and where the state
-    lives."""
+    """Base of all optimizers: a clip by global norm, a learning rate by update, a rule, and the placement of the
+    state."""
 
     random_lr: ClassVar[float] = 1e-3
     """The learning rate where none is set: far more than pre-trained weights bear."""

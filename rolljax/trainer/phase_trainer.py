@@ -38,7 +38,7 @@ from rolljax.types import Key, TokenColumn, Trajectory
 MetricsRow = dict[str, float]
 """Numbers by the names of `metrics.NAMES`."""
 Samples = Sequence[Sequence[Sample]]
-"""By group, and in it by sibling."""
+"""Samples by group, and in it by sibling."""
 
 
 class NotFinite(TrainerError):
@@ -291,7 +291,7 @@ class PhaseTrainer:
 
     @functools.cached_property
     def value_model(self) -> ValueModel:
-        """What every critic is."""
+        """The model of every critic."""
         assert self.critic is not None
         return self.critic.value_model(self.model)
 

@@ -1,4 +1,4 @@
-"""From the trainer's weights to the sampler's: another layout, another dtype, never the same buffers."""
+"""Copies the trainer's weights to the sampler's: another layout, another dtype, never the same buffers."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ _logp_entropy.defvjp(_logp_entropy_forward, _logp_entropy_backward)
 
 
 class _Divergence(NamedTuple):
-    """What is static about a divergence."""
+    """The static parameters of a divergence."""
 
     blocks: Blocks
     kind: Kind

@@ -33,7 +33,7 @@ Carry = TypeVar("Carry")
 
 
 class Blocks(NamedTuple):
-    """What is static about a walk over a head."""
+    """The static parameters of a walk over a head."""
 
     shards: int
     block_bytes: int
@@ -85,7 +85,7 @@ def walk(width: int, size: int, step: Callable[[Carry, Any, int], Carry], carry:
 
 
 class Logits(NamedTuple):
-    """What becomes of `hidden @ head.T`. Nothing here is differentiable."""
+    """The transformation of `hidden @ head.T` into scores. Nothing here is differentiable."""
 
     temperature: jax.Array
     cap: jax.Array | None
@@ -126,7 +126,7 @@ def head_block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperatur
 
 
 class Normaliser(NamedTuple):
-    """Of `exp(z)` over the columns seen so far; `[...]` each."""
+    """Sums of `exp(z)` over the columns seen so far; `[...]` each."""
 
     peak: jax.Array
     """The largest z."""
@@ -238,7 +238,7 @@ class TopK(NamedTuple):
 
 
 class VocabScorer(NamedTuple):
-    """Who turns hidden states into scores."""
+    """Turns hidden states into scores."""
 
     hidden: jax.Array
     head_VD: jax.Array

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rolljax.viewer.tokens import TokenTexts
 
 SEARCH_S = 0.4
-"""How long one search goes through steps; the page asks for the rest."""
+"""Seconds that one search spends on steps; the page then requests the rest."""
 SEARCH_HITS = 100
 
 

@@ -54,7 +54,7 @@ HEADERS = {
 }
 COOKIE = "rolljax_view"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""What a browser calls a loopback address. A page elsewhere that has its own name point here is turned away."""
+"""Host names of loopback addresses in browsers. A page elsewhere that has its own name point here is turned away."""
 LOOK_S = 0.5
 """Seconds between two checks of the files of runs while a page is open."""
 ALIVE_S = 15.0

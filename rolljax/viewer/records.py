@@ -19,11 +19,11 @@ from rolljax.storage.run_reader import MAX_TOKEN, trajectory, trajectory_outline
 from rolljax.types import Trajectory
 
 _ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\s*\[')
-"""Where an array of a turn begins. A text cannot hold this: its quotes are escaped."""
+"""Matches the beginning of an array of a turn. A text cannot hold this: its quotes are escaped."""
 _SUMMED = ("prompt_ids", "tokens", "versions")
 _COUNTED = tuple(name.encode() for name in _SUMMED)
 SHOWN_CHARS = 280
-"""Of a task, and of an answer, in a list."""
+"""Characters shown of a task, and of an answer, in a list."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

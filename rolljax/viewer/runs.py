@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rolljax.viewer.tokens import TokenTexts
 
 KEPT_BYTES = 2**30
-"""Of files whose records are kept in memory, those used last. Records take about a fifth of their file."""
+"""Bytes of files whose records are kept in memory; the least recently used are dropped. Records take about a fifth of
+their file."""
 
 
 class NotThere(LookupError):

@@ -25,7 +25,7 @@ class TokenTexts:
 
     @property
     def known(self) -> bool:
-        """Whether there is a tokenizer."""
+        """Return whether there is a tokenizer."""
         return self._vocabulary is not None
 
     def texts(self, ids: Sequence[int]) -> list[str]:

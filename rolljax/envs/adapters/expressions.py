@@ -1,4 +1,4 @@
-"""Which texts may be handed to a computer algebra system as an expression: small, plain and bounded in size.
+"""Decides which texts a computer algebra system may parse as an expression: small, plain and bounded in size.
 
 SymPy's parser executes what it parses. Only numbers, names, `+ - * / **` and calls of elementary functions pass here,
 so there is nothing left to execute but arithmetic, and powers are bounded, so the arithmetic is small.

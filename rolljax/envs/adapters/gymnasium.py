@@ -76,7 +76,7 @@ class Gymnasium(EnvSpec):
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """What the policy may answer; action 0 first."""
+        """The policy's possible answers; action 0 first."""
         return _shape(self.id, self._key).actions
 
     def task(self, index: int) -> Task:
@@ -103,7 +103,7 @@ class Gymnasium(EnvSpec):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Shape:
-    """What is known of an id: an environment to look at, action names, and whether chance plays no part in it."""
+    """Properties of an id: a sample environment, action names, and whether it is deterministic."""
 
     env: Any
     actions: tuple[str, ...]

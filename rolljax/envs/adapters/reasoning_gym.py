@@ -70,7 +70,8 @@ FORMS: Mapping[str, re.Pattern[str]] = {
         "rush_hour": r"[A-Z][-+]\d(?:[\s,]+[A-Z][-+]\d)*",
     }.items()
 }
-"""What an answer must look like where the library takes more, and is right, stuck or out of memory by it."""
+"""Required form of an answer, for families whose scorer accepts more and may then be wrong, hang or run out of
+memory."""
 
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)j?(?![a-z])", re.IGNORECASE)
 

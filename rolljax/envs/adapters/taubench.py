@@ -25,7 +25,7 @@ from rolljax.types import Message, Task
 SPLITS = {"retail": ("test", "train", "dev"), "airline": ("test",)}
 DONE = "DONE"
 CONSENT = f"Yes, please do all that I asked for. Say {DONE} when there is nothing left to do."
-"""What the scripted user answers, whatever is said."""
+"""The scripted user's constant answer."""
 FORMAT = (
     'To use a tool, answer with nothing but a JSON object: {"name": NAME, "arguments": {...}}. Anything else is said '
     f"to the user. When all is done, tell the user, with the word {DONE} in it."

@@ -49,12 +49,12 @@ MAX_RATIO = 100
 """Most bytes that a byte of a larger packed file may unpack to; gzip packs JSON to a quarter, one letter to 1/1000."""
 _BLOCK = 2**20
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""How halves of surrogate pairs are written, pairs among them."""
+"""Encodings of halves of surrogate pairs, also inside whole pairs."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(Exception):
-    """What is wrong with a row."""
+    """A row cannot be used; the message says why."""
 
 
 class Rows(Protocol):

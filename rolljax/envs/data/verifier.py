@@ -1,4 +1,4 @@
-r"""Whether two formulas are equal: math-verify, in a forked child.
+r"""Compares two formulas with math-verify, in a forked child.
 
 The text is parsed by a grammar and simplified by SymPy, which a short text can keep busy for ever: processor time and
 memory are bounded, and an answer that passes the bounds is wrong. Neither of the library's two other readers is used:

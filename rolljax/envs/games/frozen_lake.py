@@ -14,7 +14,7 @@ from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""In an order in which the neighbours of a direction are its two perpendicular ones."""
+"""Moves in an order in which the neighbours of a direction are its two perpendicular ones."""
 _NAMES = list(MOVES)
 _TRIES = 100
 

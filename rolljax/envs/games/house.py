@@ -23,7 +23,7 @@ ROOM_OF = {place: room for room, places in ROOMS.items() for place in places}
 DOORS = frozenset({"box", "fridge", "oven", "cabinet", "drawer", "safe"})
 """Places that can be open or shut."""
 APPLIANCE = {"cool": "fridge", "hot": "oven", "clean": "sink"}
-"""What a thing becomes in which place. Nothing lies there at the start."""
+"""The place that gives a thing each state. No thing starts there."""
 GOALS = ("place", *APPLIANCE)
 KITCHENWARE = ("apple", "bread", "egg", "cup", "bowl", "plate")
 THINGS = (*KITCHENWARE, "book", "pen", "key", "soap", "towel", "sock")

@@ -120,7 +120,7 @@ class SokobanEnv(Game[Sokoban]):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What does not move."""
+    """The fixed parts of a level."""
 
     rows: tuple[str, ...]
     """The level's text."""

@@ -222,5 +222,5 @@ class EpisodeRunner:
 
     @property
     def closes(self) -> bool:
-        """Whether there is something to close."""
+        """Return whether there is something to close."""
         return self._env is not None and type(self._env).close is not Env.close

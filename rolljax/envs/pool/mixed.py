@@ -46,17 +46,17 @@ class MixedPool:
 
     @property
     def broken(self) -> str:
-        """Why one of the domains opens no more episodes; empty while all do."""
+        """The reason why one of the domains opens no more episodes; empty while all do."""
         return next((f"domain {name}: {pool.broken}" for name, pool in self._pools.items() if pool.broken), "")
 
     @property
     def opens_at_once(self) -> bool:
-        """Whether opening an episode takes microseconds, whatever its domain is."""
+        """Return whether opening an episode takes microseconds, whatever its domain is."""
         return all(pool.opens_at_once for pool in self._pools.values())
 
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """What threads of these pools wait for that wait without an end."""
+        """The inboxes on which threads of these pools wait without a deadline."""
         return tuple(inbox for pool in self._pools.values() for inbox in pool.inboxes)
 
     @property

@@ -29,7 +29,8 @@ NUM_THREADS = 2
 
 
 class EpisodeSlot(Protocol):
-    """Where one episode runs. `started_s`: when its reset began, on the event loop's clock (`time.monotonic`)."""
+    """The place where one episode runs. `started_s`: when its reset began, on the event loop's clock
+    (`time.monotonic`)."""
 
     started_s: float
 
@@ -38,7 +39,7 @@ class EpisodeSlot(Protocol):
 
 
 class Backend(Protocol):
-    """Where the episodes of a pool run."""
+    """The place where the episodes of a pool run."""
 
     timeouts: collections.Counter[str]
     restarts: int
@@ -123,13 +124,13 @@ class EnvPool:
 
     @property
     def opens_at_once(self) -> bool:
-        """Whether opening an episode takes microseconds: it happens in this process and waits for nothing."""
+        """Return whether opening an episode takes microseconds: it happens in this process and waits for nothing."""
         here = self.cfg.where == "thread" or (self.cfg.where == "auto" and self.spec.runs == "inline")
         return here and self.spec.runs != "thread"
 
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """What threads of this pool wait for that wait without an end (`rolljax.concurrency.waits`)."""
+        """The inboxes on which threads of this pool wait without a deadline (`rolljax.concurrency.waits`)."""
         return (self._backend.calls,) if isinstance(self._backend, ThreadBackend) else ()
 
     @property

@@ -76,7 +76,7 @@ class _ProcessPeer:
     writing: bool = False
     open: bool = True
     shut_s: float = 0.0
-    """When its end of the connection was closed."""
+    """Time at which its end of the connection was closed."""
     closed_itself: bool = False
 
 

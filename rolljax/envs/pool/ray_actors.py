@@ -29,7 +29,7 @@ PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_TH
 
 
 class Actor:
-    """What Ray makes an actor of."""
+    """The class of Ray's actors."""
 
     def __init__(self, spec: bytes, max_bytes: int) -> None:
         self._episodes = wire.WorkerEpisodes(pickle.loads(spec), max_bytes)

@@ -113,4 +113,4 @@ class RayCluster:
 
 
 CLUSTER = RayCluster()
-"""Of this process."""
+"""The cluster connection of this process."""

@@ -12,7 +12,8 @@ Where = Literal["auto", "thread", "process", "ray"]
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig:
-    """Where episodes run, how many at a time, how long a call may take, and how many failures are accepted."""
+    """Settings of a pool: where episodes run, how many at a time, how long a call may take, and how many failures are
+    accepted."""
 
     where: Where = "auto"
     """`auto`: as the environment says (`EnvSpec.runs`). `thread`: in this process, whatever it says; a hang then costs

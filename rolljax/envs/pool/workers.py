@@ -40,17 +40,17 @@ class PoolWorker:
     generation: int
     worker_slot: WorkerSlot
     since_s: float
-    """When its start began, or when the first of its calls became the first."""
+    """Time at which its start began, or at which its oldest call became the oldest."""
     ready: bool = False
     lost: str = ""
-    """Why it has ended; empty while it has not."""
+    """The reason why it has ended; empty while it runs."""
     cause: Cause = "machine"
     culprit: RemoteSlot | None = None
-    """Whose call ended it, if known."""
+    """The slot whose call ended it, if known."""
     answered: bool = False
     hosted: int = 0
     is_apart: bool = False
-    """Its episode is that of a suspect."""
+    """Whether it runs the episode of a suspect, alone."""
     episodes: dict[int, RemoteSlot] = dataclasses.field(default_factory=dict)
     calls: collections.deque[WorkerCall] = dataclasses.field(default_factory=collections.deque)
     unsent: list[WorkerCall] = dataclasses.field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What a tool is, in the shape of the Model Context Protocol: a name, a JSON schema of its arguments, a text as result.
+"""Interfaces of tools, in the form of the Model Context Protocol: a name, a JSON schema of its arguments, a text as
+result.
 
 `Tools` are settings (frozen, hashable, picklable). `Tools.open()` gives the `ToolSet` of one episode, which is called
 from worker threads. What a policy does wrong, and what goes wrong inside a tool, is a result that says so, never an

@@ -62,8 +62,9 @@ class ToolEnv(EnvSpec):
 
     @property
     def runs(self) -> Runs:  # type: ignore[override]  # it depends on the settings
-        """As the inner environment, if its calls wait or need a process, or if the tools are its own; else a thread for
-        tools that wait on something outside, and a worker process for functions, which may do anything with a text."""
+        """The inner environment's value, if its calls wait or need a process, or if the tools are its own; else a
+        thread for tools that wait on something outside, and a worker process for functions, which may do anything with
+        a text."""
         if self.inner.runs != "inline" or self.tools is None:
             return self.inner.runs
         return "thread" if self.tools.waits else "process"

@@ -25,7 +25,7 @@ class PythonTools(Tools):
     """
 
     functions: tuple[Callable[..., Any] | str, ...]
-    """Each a function, or its import path (`module.function`)."""
+    """Functions, or their import paths (`module.function`)."""
     waits: bool = False
     """Whether the functions wait on something outside (a database, a web service); each call then has its own thread
     and must end within `ToolLimits.call_s`. Functions that do not wait are run where they are called, and must end by

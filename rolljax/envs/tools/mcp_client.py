@@ -32,7 +32,7 @@ RETRY_S = 1.0
 END_S = 1.0
 """Seconds that a server has to end once its input is closed."""
 GRACE_S = 5.0
-"""How long past their own limit the calls of this module wait for the event loop."""
+"""Seconds past their own limit for which calls of this module wait for the event loop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Connection:
 
     @property
     def gone(self) -> bool:
-        """Whether calls of it have failed for good, or its process has ended."""
+        """Return whether calls of it have failed for good, or its process has ended."""
         return bool(self.dead) or (self._process is not None and not self._process.alive)
 
     def call(self, name: str, arguments: dict[str, Any], limits: ToolLimits) -> ToolResult:
@@ -264,7 +264,7 @@ _lock = threading.RLock()
 _connections: dict[McpTools, _Connection] = {}
 _opening: dict[McpTools, threading.Lock] = {}
 _failed: dict[McpTools, tuple[float, str]] = {}
-"""When a connection last failed, and why."""
+"""Time and reason of each connection's last failure."""
 _loop_of: dict[int, asyncio.AbstractEventLoop] = {}
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from rolljax.envs.http_body import ACCEPTED, BadBody, Unpacker
 
 TOO_LONG = ("the body has more than", "Server-sent event exceeded")
-"""What `http_transport`, and the SDK's reader of events, say of a body that is over the cap."""
+"""Messages of `http_transport` and of the SDK's reader of events for a body over the size limit."""
 FAILED = "Server returned an error response"
-"""What the SDK says where a server answers with an error status instead of a message."""
+"""The SDK's message for a server that answers with an error status instead of a message."""
 
 
 @contextlib.asynccontextmanager

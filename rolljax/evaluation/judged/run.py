@@ -111,7 +111,7 @@ def _setup(model: EvaluatedModel, cfg: JudgedEvaluation, items: Sequence[Item], 
 
 
 class JudgedAnswers:
-    """Has every answer judged before it is kept (`evaluation.run.Witness`)."""
+    """Judges every answer before it is stored (`evaluation.run.Witness`)."""
 
     def __init__(self, cfg: JudgedEvaluation, items: Sequence[Item], answers: AnswerLog, show_texts: bool) -> None:
         self._cfg, self._items, self._answers, self._show_texts = cfg, items, answers, show_texts

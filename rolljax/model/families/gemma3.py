@@ -77,7 +77,7 @@ class Gemma3Config(DecoderConfig):
 
     @property
     def is_local(self) -> np.ndarray:
-        """Whether each layer is local, `[L]`."""
+        """Return whether each layer is local, `[L]`."""
         return (np.arange(self.num_layers) + 1) % self.global_every != 0
 
     def layers(self, rngs: nnx.Rngs) -> Layers:

@@ -47,7 +47,7 @@ class PageView:
 
 @dataclasses.dataclass(frozen=True)
 class ShopPages:
-    """How a shop's pages work and read."""
+    """The pages of a shop: their behaviour and their text."""
 
     sizes: Sizes
     seed: int

@@ -112,7 +112,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large and how fine a catalogue is. See `Shop` for what the fields mean."""
+    """The size and detail of a catalogue. See `Shop` for what the fields mean."""
 
     num_products: int
     num_categories: int

@@ -1,4 +1,4 @@
-"""How well a purchase fits a wish: four sub-scores between 0 and 1, and two rewards made of them.
+"""Scores how well a purchase fits a wish: four sub-scores between 0 and 1, and two rewards made of them.
 
 ShopSimulator (arXiv 2601.18225), whose rules for the type follow WebShop (Yao et al., arXiv 2207.01206).
 """
@@ -52,7 +52,7 @@ class Score:
 
     @property
     def full(self) -> bool:
-        """Whether all four are 1."""
+        """Return whether all four are 1."""
         return all(v == 1 for v in self.parts.values())
 
 

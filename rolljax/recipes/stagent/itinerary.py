@@ -19,7 +19,7 @@ _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a trip must be."""
+    """The constraints of a trip."""
 
     start: str
     """City one comes from."""

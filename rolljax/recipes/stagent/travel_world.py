@@ -16,7 +16,7 @@ FIRST_DAY = datetime.date(2030, 3, 4)
 NUM_DAYS = 28
 GRID_KM = 10
 STATION = (0, 0)
-"""Where trains and flights arrive in every city."""
+"""The place where trains and flights arrive in every city."""
 RIDE_MIN_PER_KM, WALK_MIN_PER_KM = 3, 12
 THEMES: Mapping[str, tuple[str, str]] = {
     "art": ("museum", "sculpture garden"),
@@ -26,7 +26,7 @@ THEMES: Mapping[str, tuple[str, str]] = {
     "history": ("archive", "ruin"),
     "music": ("concert hall", "bandstand"),
 }
-"""What people travel for -> the indoor and the outdoor kind of place for it."""
+"""Travel theme -> its indoor and its outdoor kind of place."""
 _CITIES = "Velmora Tasken Orrin Sulvay Perrin Quellin Hadria Mirsk".split()
 MAX_CITIES = len(_CITIES)
 _NAMES = "Amber Birch Copper Dawn Ember Falcon Garnet Heron Iris Juniper Kite Lark".split()

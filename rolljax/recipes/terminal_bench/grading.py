@@ -33,7 +33,7 @@ BUILD_S = 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """What a policy left: files as (path, mode, content), folders, and the paths of what could not be taken."""
+    """The files that a policy left, as (path, mode, content), folders, and the paths that could not be copied."""
 
     files: tuple[tuple[str, int, bytes], ...]
     folders: tuple[str, ...]

@@ -32,7 +32,7 @@ MAX_SCRIPT = 128 << 10
 _NOT_CONTEXT = {"tests", "task.yaml", "solution.sh", "solution.yaml", "run-tests.sh"}
 """Files next to the Dockerfile of version 1 that must not get onto the machine."""
 _PYTEST = {"approx", "fail", "fixture", "mark", "raises", "skip"}
-"""What the verifier has of pytest."""
+"""Names of pytest that the verifier provides."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class TerminalTasks(EnvSpec):
 
     @property
     def folder(self) -> Path:
-        """Where the task folders are."""
+        """The folder of the task folders."""
         return OWN_TASKS
 
     def tasks(self) -> tuple[HarborTask, ...]:

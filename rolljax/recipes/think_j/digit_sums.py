@@ -1,4 +1,5 @@
-"""Which of two numbers has the larger digit sum: a judge's task that a tiny model can learn, and a script can check."""
+"""A task for judges that a tiny model can learn and a script can check: which of two numbers has the larger digit
+sum."""
 
 from __future__ import annotations
 

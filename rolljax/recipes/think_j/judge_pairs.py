@@ -28,7 +28,7 @@ TRACES, PAIRS = "traces.jsonl", "pairs.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class JudgePairs:
-    """What came of it."""
+    """The result: the pairs and their statistics."""
 
     pairs: Path
     """Path of the file of pairs, with rows of prompt, chosen and rejected."""

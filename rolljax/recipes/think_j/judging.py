@@ -84,7 +84,7 @@ class Judging(EnvSpec):
 
     @property
     def wording(self) -> Wording:
-        """How verdicts are written."""
+        """The wording of verdicts."""
         return "sentences"
 
     def prompt(self, question: JudgeQuestion) -> tuple[Message, ...]:

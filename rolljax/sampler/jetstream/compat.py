@@ -48,7 +48,7 @@ _MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class JetStream:
-    """Its modules, under their own names, and its `Driver` with our repair."""
+    """JetStream's modules, under their own names, and its `Driver` with our fix."""
 
     config_lib: Any
     orchestrator: Any
@@ -167,7 +167,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclasses.dataclass
 class SlotData:
-    """What JetStream reads of a slot: tokens, which of them are valid, how many there are, log-probs."""
+    """A slot as JetStream reads it: tokens, which of them are valid, how many there are, log-probs."""
 
     tokens: Any
     valid: Any
@@ -213,7 +213,7 @@ class ExistingPrefix:
 
 
 class JetStreamEngineApi(abc.ABC):
-    """What an engine has to define, and `free_resource`, which it may."""
+    """Methods that an engine must define, and the optional `free_resource`."""
 
     @abc.abstractmethod
     def prefill(
@@ -279,4 +279,4 @@ class JetStreamEngineApi(abc.ABC):
 
 
 Engine, ResultTokens = JetStreamEngineApi, JetStreamResultTokens
-"""Under JetStream's own names, by which `engine.py` finds either its classes or these."""
+"""Aliases with JetStream's own names, under which `engine.py` finds either its classes or these."""

@@ -46,7 +46,7 @@ else:
 
 
 class LoadedWeights:
-    """What `load_params` returns. JetStream's threads keep it for good, so new weights are put into it.
+    """The value that `load_params` returns. JetStream's threads keep it for good, so new weights are put into it.
 
     Every prefill and every decode step reads it once: a swap lands between two of them.
     """
@@ -65,7 +65,7 @@ class LoadedWeights:
 
     @property
     def version(self) -> int:
-        """Under which the parameters were loaded."""
+        """The version under which the parameters were loaded."""
         return self._now[1]
 
 
@@ -234,7 +234,7 @@ class JetStreamEngine(EngineBase):
 
     @property
     def use_chunked_prefill(self) -> bool:
-        """Whether JetStream may hand in long prompts in chunks."""
+        """Return whether JetStream may hand in long prompts in chunks."""
         return self._use_chunked_prefill
 
     @property
@@ -287,7 +287,7 @@ class JetStreamEngine(EngineBase):
 
 
 class _Slots:
-    """What the host knows of the slots, `[S]`: insertions, releases, and most tokens that can be in their pages."""
+    """The host's record of the slots, `[S]`: insertions, releases, and most tokens that can be in their pages."""
 
     def __init__(self, slots: int) -> None:
         self.inserted, self.freed, self.reach = (np.zeros(slots, np.int64) for _ in range(3))

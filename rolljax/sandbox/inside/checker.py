@@ -182,7 +182,7 @@ class Raises:
 
 
 class Completed:
-    """How a program in the candidate's sandbox ended."""
+    """The result of a program in the candidate's sandbox."""
 
     def __init__(self, returncode: int, stdout: str, stderr: str) -> None:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr

@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use up: all of them at once, however fast they hand over to each other."""
+"""Measures the resources of all processes of a sandbox at once, even if they replace each other quickly."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from rolljax.sandbox.supervisor import procfs
 from rolljax.sandbox.supervisor.procfs import ProcFolder
 
 ROUNDS = 3
-"""How often a look asks for processes that it has not seen yet."""
+"""Number of times that a look lists processes to find unseen ones."""
 
 
 class Used(NamedTuple):

@@ -1,4 +1,4 @@
-"""What processes are there and what they use up, as /proc says."""
+"""Reads processes and their resources from /proc."""
 
 import math
 import os
@@ -12,8 +12,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SOCKET_BYTES, FILE_BYTES, MAPPING_BYTES = 256 << 10, 8 << 10, 256
 """Most bytes that the kernel holds for a socket, a descriptor, and a mapping, a file lock or a watched descriptor."""
 COPY_BYTES, TEXT_BYTES = 64, 8 << 20
-"""What it may hold more: for a mapping, for each process that it came through by forks; for an open file of /proc,
-whose text it keeps."""
+"""Additional bytes that the kernel may hold: for a mapping, per process that inherited it by fork; for an open file of
+/proc, its text."""
 OPEN_ENTRIES, ENTRY_PAGES = 20, 8
 """Entries that opening a file counts as; pages of a proportional set size that count as one entry. Both follow from the
 time that the kernel takes."""

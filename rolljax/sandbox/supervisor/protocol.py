@@ -3,4 +3,4 @@
 MAX_MESSAGE = 256 << 10
 """Most bytes of one message."""
 STATUS_FD = 3
-"""Where bubblewrap writes its status inside the forked child; data descriptors follow from here on."""
+"""Descriptor of bubblewrap's status inside the forked child; data descriptors follow from here on."""

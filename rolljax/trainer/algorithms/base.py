@@ -1,4 +1,4 @@
-"""What an algorithm is to the loop and to the update.
+"""Interface of an algorithm to the loop and to the update.
 
     trajectories -> Episodes -> credit -> advantages, weights -> TokenBatch -> objective -> loss per token
 
@@ -84,7 +84,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What an algorithm is combined with; `check` looks at it before anything starts."""
+    """The settings combined with an algorithm; `check` inspects them before anything starts."""
 
     group_size: int
     updates: int = 1
@@ -106,8 +106,7 @@ class Setup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyOutputs:
-    """What the model that is trained says about a micro-batch; arrays `[B, T]` float32, aligned to the token they
-    describe."""
+    """The trained model's outputs for a micro-batch; arrays `[B, T]` float32, aligned to the token they describe."""
 
     logp: jax.Array
     """Log-prob of the token."""
@@ -121,7 +120,7 @@ class PolicyOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """What an objective returns; every array is `[B, T]`, aligned to the token it describes."""
+    """The result of an objective; every array is `[B, T]`, aligned to the token it describes."""
 
     loss: jax.Array
     """Loss per token, before the scale of its aggregation."""
@@ -135,7 +134,7 @@ class Algorithm(abc.ABC):
     """Credit and objective of one phase. Subclasses are frozen dataclasses, one per file of this folder."""
 
     source: ClassVar[Source] = "sampler"
-    """Who acts in the environments: the policy, the reference answers that come with them, or pairs of a reference
+    """The actor in the environments: the policy, the reference answers that come with them, or pairs of a reference
     answer and a rejected one."""
     trains_policy: ClassVar[bool] = True
     mini_critics: ClassVar[bool] = False
@@ -143,11 +142,11 @@ class Algorithm(abc.ABC):
     unsplit_groups: ClassVar[bool] = False
     """The loss relates members of a group, so that a group must not be split over rows."""
     paper: ClassVar[Mapping[str, Stated]] = {}
-    """What the paper states for this class's settings; a class says it for itself, nothing is inherited."""
+    """The paper's values for this class's settings; not inherited by subclasses."""
 
     @property
     def aggregation(self) -> Aggregation:
-        """How token losses are summed (`trainer.aggregation`); a field where it can be chosen."""
+        """The aggregation of token losses (`trainer.aggregation`); a field in algorithms that offer a choice."""
         return "token-mean"
 
     def needs(self) -> Needs:
@@ -156,7 +155,7 @@ class Algorithm(abc.ABC):
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether the objective differentiates the entropy."""
+        """Return whether the objective differentiates the entropy."""
         return False
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 
 CUT_SAMPLING = "the distribution that is sampled from, from which tokens are cut (Phase.top_p, top_k or min_p)"
-"""What log-probs of a truncated distribution would be compared as."""
+"""Description of log-probs of truncated sampling, for messages."""
 
 
 def check_clips(settings: object, clip_low: float | None, *names: str) -> None:

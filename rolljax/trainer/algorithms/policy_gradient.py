@@ -1,4 +1,4 @@
-"""What all policy gradients have in common, and two parts that most are put together from.
+"""The common base of policy gradients, and two mixins of which most of them consist.
 
     class Grpo(NormalisedReward, ClippedRatio, PolicyGradient)
 
@@ -85,9 +85,9 @@ class PolicyGradient(Algorithm):
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act on the ratio and can be switched off with None."""
     level: ClassVar[RatioLevel] = "token"
-    """What the ratio is taken over."""
+    """The level of the ratio."""
     whiten_ddof: ClassVar[int] = 1
-    """What `whiten` takes off the number of tokens in the variance."""
+    """Degrees of freedom that `whiten` subtracts from the number of tokens in the variance."""
 
     # ---- what an algorithm writes -----------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def clip_range(self) -> tuple[float | None, float | None] | None:
-        """How far below and above 1 a ratio counts (None: there is no clip)."""
+        """The clip of a ratio below and above 1 (None: no clip)."""
         return None
 
     def check_fields(self) -> None:

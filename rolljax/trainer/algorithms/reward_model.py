@@ -82,7 +82,7 @@ class RewardModel(Algorithm):
 
 
 DECAY = 0.9
-"""Of the weight of a step's scores with every step after it."""
+"""Factor on the weight of a step's scores with every later step."""
 
 
 def _remembered(e: Episodes, last: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:

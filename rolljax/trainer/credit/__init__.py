@@ -1,1 +1,1 @@
-"""From trajectories to advantages, in NumPy on the host."""
+"""Computes advantages from trajectories, in NumPy on the host."""

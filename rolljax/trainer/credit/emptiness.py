@@ -1,4 +1,5 @@
-"""Whether a step of which nothing is trained on is the rewards' doing, or could never have been otherwise. NumPy only.
+"""Decides whether a step without trained tokens is due to its rewards, or to settings under which no step could train.
+NumPy only.
 
 Rewards that are all equal teach nothing today and may tomorrow. Settings that leave everything out whatever is sampled
 (filters that cannot pass, weights that are all 0) never will: a run would go on for ever and learn nothing.

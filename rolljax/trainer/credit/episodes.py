@@ -148,7 +148,7 @@ class Episodes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Credit:
-    """What credit makes of episodes.
+    """The credit of episodes.
 
     advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
     denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all). returns [N, T]:

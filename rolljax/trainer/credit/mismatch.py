@@ -18,8 +18,8 @@ from rolljax.errors import ConfigError, check_range
 from rolljax.trainer.credit.estimators import clean
 
 RatioLevel = Literal["token", "turn", "geometric", "trajectory"]
-"""What a ratio of two policies' probabilities is taken over: a token; the geometric mean over a turn; the geometric
-mean over the trajectory; the product over the trajectory."""
+"""The level of a ratio of two policies' probabilities: a token; the geometric mean over a turn; the geometric mean over
+the trajectory; the product over the trajectory."""
 _MOST = 80.0  # exponents are cut here: exp(80) still is a float32, and no filter or cap lies beyond
 
 
@@ -59,7 +59,7 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """Whether any part of it has weights."""
+        """Return whether any part of it has weights."""
         return self.weight_cap is not None or any(one.weighs for one in self.also)
 
     def __post_init__(self) -> None:

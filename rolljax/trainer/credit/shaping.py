@@ -1,4 +1,4 @@
-"""What happens to rewards before credit, and which trajectories take part: pure NumPy functions, float64.
+"""Shapes rewards before credit, and selects the trajectories that take part: pure NumPy functions, float64.
 
 Shapes: N trajectories, T sampled tokens of one. Log-probs are natural logs; lengths are in tokens.
 """
@@ -22,7 +22,7 @@ _CHARACTERS = 512  # texts longer than this are compared word by word: comparing
 
 @dataclasses.dataclass(frozen=True)
 class RewardShaping:
-    """What is added to the rewards of trajectories, and how far they may reach."""
+    """Terms added to the rewards of trajectories, and their clip."""
 
     clip: float | None = None
     """Rewards are cut to [-c, c] once they are normalised (None: not at all)."""
@@ -58,7 +58,7 @@ class RewardShaping:
 
 @dataclasses.dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are left out because their rewards say little or nothing."""
+    """Drops groups whose rewards carry little or no signal."""
 
     drop_degenerate: bool = True
     """Groups whose rewards are all equal."""
