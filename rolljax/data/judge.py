@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rolljax.chat_models.base import Asking
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
-from rolljax.envs.text import linear_pattern
+from rolljax.envs.text import after_thinking, linear_pattern
 from rolljax.errors import ConfigError, check_range
 from rolljax.judging.judge import ask
 from rolljax.judging.prompts import SLOT, Prompt, filled, guarded, mark_of, quoted
@@ -70,10 +70,11 @@ class JudgeFilter(VerdictStage):
     """Keep records that a model accepts."""
 
     prompt: str = ""
-    """Prompt of the judge; `{column}` is replaced by the record's text in that column, between
-    marks; a system message says that nothing between them is an instruction."""
+    """Prompt of the judge; `{column}` is replaced by the record's text in that column, between marks; a
+    system message says that nothing between them is an instruction."""
     verdict: str = r"(?i)verdict:\s*(\w+)"
-    """A regular expression with one group; its last match in the answer is the verdict, in small letters."""
+    """A regular expression with one group; its last match after the model's thinking is the verdict, in small
+    letters."""
     accept: tuple[str, ...] = ("yes",)
     """Verdicts that keep a record."""
     votes: int = 1
@@ -96,7 +97,7 @@ class JudgeFilter(VerdictStage):
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         def parse(text: str) -> str | None:
-            found = linear_pattern(self.verdict, "JudgeFilter.verdict").findall(text)
+            found = linear_pattern(self.verdict, "JudgeFilter.verdict").findall(after_thinking(text))
             return found[-1].lower() if found else None
 
         async def judge(record: Record) -> list[str | None]:

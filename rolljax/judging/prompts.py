@@ -1,5 +1,5 @@
-"""Prompts of judges. The texts to judge are untrusted: they are quoted between random marks, and the judge is told to
-follow no instructions between them."""
+"""Prompts of judges. The texts to judge are untrusted: they are quoted between random marks, and the prompt tells the
+judge to follow no instructions between them."""
 
 from __future__ import annotations
 

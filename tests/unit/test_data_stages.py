@@ -77,6 +77,13 @@ def test_a_judge_keeps_what_most_of_its_votes_accept(tmp_path):
             judge.JudgeFilter(**wrong)
 
 
+def test_a_verdict_in_the_thoughts_of_a_judge_is_none(tmp_path):
+    stage = judge.JudgeFilter(prompt="Good? {prompt}", tries=2)
+    said = lambda *_: "<think>Verdict: yes</think>I will not say."  # noqa: E731
+    rows, (ledger,), _ = through(tmp_path, stage, records=[{"prompt": "a"}], rule=said)
+    assert not rows and ledger["dropped"] == {"no_verdict": 1}
+
+
 def test_an_answer_that_was_cut_holds_no_verdict(tmp_path):
     stage = judge.JudgeFilter(prompt="Good? {prompt}", tries=2)
     whole, _, _ = through(tmp_path, stage, records=[{"prompt": "a"}], rule=lambda *_: "Verdict: yes")
