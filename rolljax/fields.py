@@ -41,26 +41,6 @@ def parse(data: bytes) -> Any:
         raise Damaged(TOO_DEEP if TOO_DEEP in str(e) else "not JSON") from e
 
 
-def read_object(path: Path) -> Json:
-    """Return the JSON object that a file holds; an empty one if there is no file.
-
-    Raises:
-      Damaged: the file holds something else, or cannot be read.
-    """
-    try:
-        found = parse(reading.read_bytes(path))
-    except FileNotFoundError:
-        return {}
-    except Damaged as e:
-        raise Damaged(f"{path.name} is {e}") from e
-    except (OSError, MemoryError) as e:
-        why = reading.reason(e) if isinstance(e, OSError) else "it is larger than memory"
-        raise Damaged(f"{path.name} cannot be read: {why}") from e
-    if not isinstance(found, dict):
-        raise Damaged(f"{path.name} holds no JSON object")
-    return found
-
-
 class Fields:
     """The fields of a JSON object, each taken as the type that it must have.
 

@@ -111,11 +111,16 @@ def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
       CheckpointError: the file is missing, is not a regular file, or holds no JSON object.
     """
     try:
-        found = parse(read_bytes(path))
-        if not isinstance(found, dict):
-            raise ValueError("it is not a JSON object")
+        return load_object(path)
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} cannot be read: {reason(e)}; {remedy}") from e
+
+
+def load_object(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError if the file cannot be read, ValueError if it holds no object."""
+    found = parse(read_bytes(path))
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
     return found
 
 

@@ -165,7 +165,7 @@ def append(path: Path, value: Any) -> bytes:
 
 
 def _remove_torn_line(descriptor: int) -> None:
-    """Cut a file behind its last newline."""
+    """Cut a file after its last newline."""
     size = end = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - _BLOCK)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rolljax import reading
 from rolljax.errors import ConfigError
-from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, read_object
+from rolljax.fields import Json, as_number, as_text, as_whole, is_there
 from rolljax.storage import journal, layout
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Record, TrajectoryFile, scan, summary
@@ -84,10 +84,14 @@ class ViewedRun:
     def _object(self, name: str, damaged: list[str]) -> Json:
         """Return the JSON object of a file; what is wrong with the file is added to `damaged`."""
         try:
-            return read_object(self.path / name)
-        except Damaged as e:
-            damaged.append(str(e))
-            return {}
+            return reading.load_object(self.path / name)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as e:
+            damaged.append(f"{name} cannot be read: {reading.reason(e)}")
+        except MemoryError:
+            damaged.append(f"{name} cannot be read: it is larger than memory")
+        return {}
 
     def _evaluated(self) -> list[Json]:
         """Compute held-out rewards from the answers, as `summary.json` has them after the run."""

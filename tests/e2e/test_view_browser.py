@@ -312,7 +312,7 @@ def test_a_damaged_run_is_shown_next_to_the_others(page, seeds):
         assert page.locator("table.runs tbody tr").count() == 5
         assert texts(page, "table.runs .sign.bad") == ["damaged"]
         for address, words in (
-            ("#/damaged", "summary.json holds no JSON object"),
+            ("#/damaged", "summary.json cannot be read: it is not a JSON object"),
             ("#/damaged/1", "Line 0: key is missing"),
         ):
             page.goto(f"{site.url}/{address}")

@@ -11,7 +11,7 @@ import pytest
 
 from rolljax import cli
 from rolljax.console import terminal
-from rolljax.console.progress import Console, TolerantConsole
+from rolljax.console.progress import Console, ProgressBar, TolerantConsole
 from rolljax.errors import EnvError
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,19 @@ def test_a_terminal_that_closes_ends_no_console(monkeypatch):
     lines = TolerantConsole(file=Failing(), force_terminal=True)
     lines.print("three")
     assert not lines.file.isatty() and console.is_terminal is False
+
+
+def test_a_bar_shows_a_name_as_it_is_and_survives_its_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
+    for stream in (io.StringIO(), Failing()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for in_bytes in (False, True):
+            with ProgressBar("reading [bold]model", 10, in_bytes=in_bytes) as bar:
+                bar.advance(4)
+                bar.show(5, 10, "reading [bold]model", "half of it is read")
+                bar.say("a line")
+        if not isinstance(stream, Failing):
+            assert "[bold]model" in stream.getvalue() and "a line" in stream.getvalue()
 
 
 RESULTS = """

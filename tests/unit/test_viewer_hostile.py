@@ -102,7 +102,7 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(healthy, tmp_path):
     alone = ViewedRun("healthy", healthy).overview()
     one, two = (run.overview() for run in Runs([healthy, damaged]).all())
     assert one == alone and not one["damaged"]
-    assert two["damaged"] == [f"{RESOLVED} is nested too deeply", f"{METRICS}: 2 lines"]
+    assert two["damaged"] == [f"{RESOLVED} cannot be read: it is nested too deeply", f"{METRICS}: 2 lines"]
     assert (
         two["step"] == 4
         and two["phase"] == ""
