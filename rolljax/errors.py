@@ -8,8 +8,11 @@ caller would expect (`ValueError`, `RuntimeError`), so plain `except ValueError`
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
+import typing
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 
 class RolljaxError(Exception):
@@ -70,36 +73,68 @@ class ConfigError(RolljaxError, ValueError):
         return "\n".join(lines)
 
 
-def check_range(
-    settings: object,
-    *names: str,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    remedy: str = "",
-) -> None:
-    """Check that fields of a settings object are numbers within a range; None is within every range.
+class Range(NamedTuple):
+    """The range of a setting that is a number: `lr: Annotated[float, Range(above=0)]`. None is within every range."""
 
-    Args:
-      names: fields of `settings`. low, high: the range, ends included. above, below: the range, ends excluded.
-      remedy: of the error.
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    """The lower end, excluded; `low` is included."""
+    below: float | None = None
+    """The upper end, excluded; `high` is included."""
+    remedy: str = ""
+    """Remedy of the error."""
+
+    def check(self, settings: object, *names: str) -> None:
+        """Check that fields of a settings object are within the range.
+
+        Raises:
+          ConfigError: one is not; it names the class, the field and the value.
+        """
+        low, high, above, below, remedy = self
+        ends = [f"at least {low:g}" if low is not None else f"more than {above:g}" if above is not None else ""]
+        ends += [f"at most {high:g}" if high is not None else f"less than {below:g}" if below is not None else ""]
+        text = {"at least 0": "must not be negative", "more than 0": "must be positive"}
+        what = " and ".join(end for end in ends if end)
+        for name in names:
+            value = getattr(settings, name)
+            if value is None:
+                continue
+            fits = (low is None or value >= low) and (above is None or value > above)
+            if not (fits and (high is None or value <= high) and (below is None or value < below)):
+                setting = f"{type(settings).__name__}.{name}"
+                raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=remedy)
+
+
+@functools.cache
+def _ranges(cls: type) -> dict[str, Range]:
+    """Return the ranges that the annotations of a dataclass declare, by field."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in base.__dict__.get("__annotations__", {}).items():
+            if "Range(" in str(annotation):
+                alone = type("_", (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+                hint = typing.get_type_hints(alone, include_extras=True)[name]
+                found[name] = next(part for part in hint.__metadata__ if isinstance(part, Range))
+    return found
+
+
+def check_fields(settings: object) -> None:
+    """Check each field of a dataclass that declares a `Range`.
 
     Raises:
-      ConfigError: one is not; it names the class, the field and the value.
+      ConfigError: see `Range.check`.
     """
-    ends = [f"at least {low:g}" if low is not None else f"more than {above:g}" if above is not None else ""]
-    ends += [f"at most {high:g}" if high is not None else f"less than {below:g}" if below is not None else ""]
-    text = {"at least 0": "must not be negative", "more than 0": "must be positive"}
-    what = " and ".join(end for end in ends if end)
-    for name in names:
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        fits = (low is None or value >= low) and (above is None or value > above)
-        if not (fits and (high is None or value <= high) and (below is None or value < below)):
-            setting = f"{type(settings).__name__}.{name}"
-            raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=remedy)
+    cls: Any = type(settings)
+    for name, allowed in _ranges(cls).items():
+        allowed.check(settings, name)
+
+
+class Checked:
+    """Base of dataclasses whose fields are checked when one is made. One with more to check calls `check_fields`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @contextlib.contextmanager

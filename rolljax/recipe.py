@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 from jax.sharding import Mesh
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.implementations import Implementation
@@ -44,25 +45,25 @@ class Phase:
     """Shown in progress and metrics."""
     algorithm: Algorithm
     """The source of the training data, and the loss."""
-    steps: int
+    steps: Annotated[int, Range(low=1)]
     """Steps of this phase."""
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, Range(low=1)] = 32
     """Tasks of a step."""
-    group_size: int = 1
+    group_size: Annotated[int, Range(low=1)] = 1
     """Trajectories of a task."""
-    updates_per_step: int = 1
+    updates_per_step: Annotated[int, Range(low=1)] = 1
     """Optimizer updates of a step; each takes an equal share of the groups."""
-    epochs: int = 1
+    epochs: Annotated[int, Range(low=1)] = 1
     """Passes over the trajectories of a step."""
     temperature: float = 1.0
     """Sampling temperature, also used for the trainer's log-probs."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(low=0)] = 0
     """Top-k limit of sampling: tokens outside of it are left out."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
     """Top-p limit of sampling: tokens outside of it are left out."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(low=0, below=1)] = 0.0
     """Min-p limit of sampling: tokens below it are left out."""
-    async_ratio: float = 0.0
+    async_ratio: Annotated[float, Range(low=0)] = 0.0
     """The staleness bound: most policy versions between the start of a group and its training. 0: every token is of the
     newest policy, and rollouts and training take turns. Above 0 they run at the same time, and up to `(1 + async_ratio)
     x prompts_per_step` groups are in flight or wait. With a fractional ratio, such as 1.5, up to that fraction of a
@@ -71,11 +72,11 @@ class Phase:
     """Treatment of a group that would exceed the staleness bound `async_ratio`. wait: the trainer waits until the group
     is complete, so no group exceeds the bound. resample: the group starts again with the newest policy, and the trainer
     then waits for it. drop: the group is never trained, which favours short answers."""
-    spare_prompts: int = 0
+    spare_prompts: Annotated[int, Range(low=0)] = 0
     """Number of groups in flight in excess of the groups that a step needs. The first groups to complete are trained on
     and the rest are cancelled; timing decides which, so such a run cannot be repeated to the bit. If the rest are
     dropped for good, short answers are favoured."""
-    spare_siblings: int = 0
+    spare_siblings: Annotated[int, Range(low=0)] = 0
     """Number of trajectories of a group in excess of `group_size`. The first trajectories to complete are trained on
     and the rest are cancelled; timing decides which, so such a run cannot be repeated to the bit. If the rest are
     dropped for good, short answers are favoured."""
@@ -88,22 +89,18 @@ class Phase:
     """Replay an expert's first turns at the start of episodes (`start_states.ExpertStarts`)."""
     optimizer: Optimizer = AdamW()
     """New with every phase."""
-    row_len: int = 0
+    row_len: Annotated[int, Range(low=0)] = 0
     """Tokens of a packed row, which must hold one trajectory. 0: the shortest row that does, a multiple of 128, as
     shown by `--dry_run`."""
-    micro_rows: int = 0
+    micro_rows: Annotated[int, Range(low=0)] = 0
     """Rows of a micro-batch. 0: a number that suits the devices, as shown by `--dry_run`."""
-    eval_every: int = 0
+    eval_every: Annotated[int, Range(low=0)] = 0
     """Steps between evaluations on held-out tasks (0: only at the end of the phase)."""
     stop_at_reward: float | None = None
     """End the phase early once such an evaluation reaches this reward."""
 
     def __post_init__(self) -> None:
-        check_range(self, "steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", low=1)
-        check_range(self, "async_ratio", "eval_every", "top_k", "spare_prompts", "spare_siblings", low=0)
-        check_range(self, "row_len", "micro_rows", low=0)
-        check_range(self, "top_p", above=0, high=1)
-        check_range(self, "min_p", low=0, below=1)
+        check_fields(self)
         if self.temperature <= 0:
             raise ConfigError(
                 "must be positive: with greedy decoding all answers of a group are equal, so advantages are zero",
@@ -197,22 +194,17 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Checked):
     """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy)."""
 
-    tasks: int = 256
+    tasks: Annotated[int, Range(low=1)] = 256
     """Number of held-out tasks to evaluate on, with one trajectory each."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(low=0)] = 1.0
     """Sampling temperature of the evaluation; 0 takes the likeliest token."""
-    held_out_frac: float = 0.1
+    held_out_frac: Annotated[float, Range(above=0, below=1, remedy="0.1 holds out a tenth of the tasks")] = 0.1
     """Share of all tasks, by the hash of their content, that training never sees."""
     pauses_rollouts: bool = False
     """Whether training rollouts send no requests during an evaluation, with `Phase.async_ratio` above 0."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "tasks", low=1)
-        check_range(self, "temperature", low=0)
-        check_range(self, "held_out_frac", above=0, below=1, remedy="0.1 holds out a tenth of the tasks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +236,7 @@ class Recipe:
     """Train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md)."""
     router_aux_coef: float | None = None
     """Coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md)."""
-    max_answer_tok: int = 16
+    max_answer_tok: Annotated[int, Range(low=1)] = 16
     """Maximum number of tokens in one answer (one turn)."""
     sampler: SamplerConfig = SamplerConfig()
     """Slots, pages and programs of the engine."""
@@ -264,14 +256,14 @@ class Recipe:
     """Settings of the evaluation on held-out tasks."""
     seed: int = 0
     """Random seed of the weights, of the order of tasks and of all sampling."""
-    save_every: int = 50
+    save_every: Annotated[int, Range(low=1)] = 50
     """Steps between checkpoints (one is always saved at the end of a phase and when the run stops on request)."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, Range(low=2)] = 2
     """Number of newest checkpoints to keep; at least two, so that a damaged one does not end the run."""
-    keep_best: int = 0
+    keep_best: Annotated[int, Range(low=0)] = 0
     """Number of checkpoints to keep in addition: those with the highest held-out rewards (`Phase.eval_every`, and the
     ends of phases). A checkpoint is saved whenever an evaluation is among the best."""
-    rollouts_every: int = 1
+    rollouts_every: Annotated[int, Range(low=1)] = 1
     """Steps between files of rollouts."""
     keep_rollouts: int | None = None
     """Number of newest files to keep (None: all)."""
@@ -288,9 +280,7 @@ class Recipe:
             raise ConfigError(
                 "are not all different", setting="Phase.name", value=names, remedy="give each its own name"
             )
-        check_range(self, "max_answer_tok", "save_every", "rollouts_every", low=1)
-        check_range(self, "keep_checkpoints", low=2)
-        check_range(self, "keep_best", low=0)
+        check_fields(self)
         if self.keep_rollouts is not None and self.keep_rollouts < 1:
             few = "to write few of them, raise Recipe.rollouts_every"
             raise ConfigError(

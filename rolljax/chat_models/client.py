@@ -18,13 +18,13 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModelConfig, ChatTooLong
 from rolljax.chat_models.completion import MAX_BODY_BYTES, Reply, read_object, reply_of
 from rolljax.envs.http_body import ACCEPTED, BadBody, read_body, read_error
 from rolljax.envs.text import clean
-from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range, needed
+from rolljax.errors import ConfigError, InfraError, Range, RolljaxError, check_fields, needed
 from rolljax.types import Message
 
 with needed("httpx2", "a chat model behind a server"):
@@ -53,13 +53,13 @@ class EndpointConfig(ChatModelConfig):
     """Address up to `/v1`."""
     model: str = ""
     """The name in requests; empty: the only one that `/models` lists."""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Range(above=0)] = 600.0
     """Longest time for an answer, from the connection to its last byte."""
-    retries: int = 5
+    retries: Annotated[int, Range(low=0)] = 5
     """Number of times a failed request is repeated."""
-    backoff_s: float = 1.0
+    backoff_s: Annotated[float, Range(low=0)] = 1.0
     """Approximate pause before the first retry; doubled before each further one."""
-    concurrency: int = 64
+    concurrency: Annotated[int, Range(low=1)] = 64
     """Maximum number of concurrent requests."""
     key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the bearer token; where it is not set, none is sent."""
@@ -73,9 +73,7 @@ class EndpointConfig(ChatModelConfig):
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError("is not the address of a server", setting=_URL, value=self.url, remedy=_LIKE)
-        check_range(self, "timeout_s", above=0)
-        check_range(self, "retries", "backoff_s", low=0)
-        check_range(self, "concurrency", low=1)
+        check_fields(self)
         try:
             json.dumps(dict(self.request), allow_nan=False).encode()
         except (TypeError, ValueError) as e:

@@ -13,14 +13,14 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from rolljax.chat_models.base import Asking, ChatTooLong
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, fingerprint, seed_of, text_of, value_of
 from rolljax.data.files import line_of
 from rolljax.envs.data import answers, messages
 from rolljax.envs.questions import BOXED, is_right
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import ConfigError, DataError, Range, check_fields
 from rolljax.storage.run_reader import read_trajectories
 from rolljax.types import Message
 
@@ -34,7 +34,7 @@ class SampleAttempts(AskingStage):
     r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions`
     does."""
 
-    k: int = 8
+    k: Annotated[int, Range(low=1)] = 8
     """Attempts at a record."""
     temperature: float = 1.0
     max_tok: int = 1024
@@ -54,7 +54,7 @@ class SampleAttempts(AskingStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "k", low=1)
+        check_fields(self)
         if "{question}" not in self.prompt:
             raise ConfigError(
                 "does not contain {question}", setting="Attempts.prompt", value=self.prompt, remedy="add {question}"

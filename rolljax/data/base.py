@@ -10,12 +10,12 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.envs.data import columns, messages
 from rolljax.envs.data.rows import BadRow
-from rolljax.errors import DataError, check_range
+from rolljax.errors import Checked, DataError, Range
 
 if TYPE_CHECKING:
     from rolljax.data.model_calls import Asker
@@ -138,20 +138,16 @@ class Stage(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class AskingStage(Stage):
+class AskingStage(Checked, Stage):
     """The settings of every stage that asks a model."""
 
     _: dataclasses.KW_ONLY
     model: ChatModelConfig | None = None
     """Model that the stage asks; None: `Pipeline.model`."""
-    temperature: float = 0.7
+    temperature: Annotated[float, Range(low=0)] = 0.7
     """Sampling temperature of an answer."""
-    max_tok: int = 512
+    max_tok: Annotated[int, Range(low=1)] = 512
     """Maximum number of tokens in an answer."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_tok", low=1)
-        check_range(self, "temperature", low=0)
 
     @property
     def asks(self) -> bool:

@@ -6,12 +6,13 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
 from rolljax.data.texts import Unit, jaccard, normalised, shingles
-from rolljax.errors import ConfigError, check_range, needed
+from rolljax.errors import ConfigError, Range, check_fields, needed
 
 BLOCK = 4096
 """Records whose signatures are made at a time."""
@@ -47,18 +48,17 @@ class MinHash(Stage):
 
     key: str = ""
     """The column; empty: `Pipeline.key`."""
-    threshold: float = 0.8
+    threshold: Annotated[float, Range(above=0, below=1)] = 0.8
     """A higher similarity makes a duplicate."""
     unit: Unit = "char"
     """Unit of the shingles, which are runs of `n` characters or words of the normalised text."""
-    n: int = 5
+    n: Annotated[int, Range(low=1)] = 5
     """Length of a shingle, in characters or words (see `unit`) of the normalised text."""
-    num_perm: int = 128
+    num_perm: Annotated[int, Range(low=1)] = 128
     """Length of a signature; longer ones miss fewer duplicates."""
 
     def __post_init__(self) -> None:
-        check_range(self, "threshold", above=0, below=1)
-        check_range(self, "n", "num_perm", low=1)
+        check_fields(self)
         if self.unit not in ("char", "word"):
             raise ConfigError("is no unit", setting="MinHash.unit", value=self.unit, remedy="'char' or 'word'")
 

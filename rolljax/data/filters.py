@@ -7,12 +7,12 @@ import dataclasses
 import hashlib
 import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.files import FileSource
 from rolljax.data.texts import normalised, word_grams
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 
 Script = Literal["latin", "han", "kana", "hangul", "cyrillic", "arabic", "devanagari", "greek", "hebrew", "thai"]
 _SCRIPTS: dict[str, Script] = {
@@ -68,11 +68,11 @@ class KeepScripts(Stage):
     """The column; empty: `Pipeline.key`."""
     scripts: tuple[Script, ...] = ("latin",)
     """Accepted scripts, such as `('latin',)` or `('han', 'kana')`."""
-    min_frac: float = 0.8
+    min_frac: Annotated[float, Range(above=0, high=1)] = 0.8
     """Least share of the text's letters that are theirs. Texts without letters stay."""
 
     def __post_init__(self) -> None:
-        check_range(self, "min_frac", above=0, high=1)
+        check_fields(self)
         for script in self.scripts:
             if script not in _SCRIPTS.values():
                 known = ", ".join(dict.fromkeys(_SCRIPTS.values()))
@@ -99,23 +99,19 @@ def scripts(text: str) -> collections.Counter[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quality(Stage):
+class Quality(Checked, Stage):
     """Leave out texts that are broken or repeat themselves, by rules as Gopher's."""
 
     key: str = ""
     """The column; empty: `Pipeline.key`."""
-    max_symbol_frac: float = 0.4
+    max_symbol_frac: Annotated[float, Range(low=0, high=1)] = 0.4
     """Largest share of a text's characters that may be neither letters, digits nor white space."""
-    max_line_repeats: float = 0.3
+    max_line_repeats: Annotated[float, Range(low=0, high=1)] = 0.3
     """Largest share of a text's lines that may repeat an earlier line of the text."""
-    max_gram_repeats: float = 0.3
+    max_gram_repeats: Annotated[float, Range(low=0, high=1)] = 0.3
     """Largest share of a text's runs of `gram` words that may repeat an earlier run."""
-    gram: int = 4
+    gram: Annotated[int, Range(low=1)] = 4
     """Words of a run."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_symbol_frac", "max_line_repeats", "max_gram_repeats", low=0, high=1)
-        check_range(self, "gram", low=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
@@ -177,13 +173,13 @@ class Decontaminate(Stage):
     """The column; empty: `Pipeline.key`."""
     against_key: str = ""
     """Column of the text in the evaluation tasks; empty: the same as `key`."""
-    n: int = 13
+    n: Annotated[int, Range(low=1)] = 13
     """Words of a run (13, as GPT-3's); shorter tasks are searched for as a whole, if they have `min_words`."""
-    min_words: int = 5
+    min_words: Annotated[int, Range(low=1)] = 5
     """Fewest words of a task that is searched for."""
 
     def __post_init__(self) -> None:
-        check_range(self, "n", "min_words", low=1)
+        check_fields(self)
         if not self.against:
             raise ConfigError("names no file", setting="Decontaminate.against", remedy="files of evaluation tasks")
 

@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
 
@@ -26,13 +27,13 @@ class HiddenStates(Stage):
     """The column of the text; empty: `Pipeline.key`."""
     column: str = "vector"
     """Column to which the vectors are written."""
-    max_tok: int = 512
+    max_tok: Annotated[int, Range(low=1)] = 512
     """Tokens of a text that are read, from its beginning."""
-    batch: int = 16
+    batch: Annotated[int, Range(low=1)] = 16
     """Texts at a time."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_tok", "batch", low=1)
+        check_fields(self)
         if not Path(self.folder, "config.json").is_file():
             raise ConfigError(
                 "is no folder of a model", setting="HiddenStates.folder", value=self.folder, remedy="with a config.json"

@@ -6,12 +6,12 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from rolljax.chat_models.base import Asking
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
 from rolljax.envs.text import after_thinking, linear_pattern
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.judging.judge import ask
 from rolljax.judging.prompts import SLOT, Prompt, filled, guarded, mark_of, quoted
 from rolljax.judging.verdict import Unreadable
@@ -25,12 +25,12 @@ class VerdictStage(AskingStage):
     """The settings of every stage that parses a model's answers."""
 
     _: dataclasses.KW_ONLY
-    tries: int = 3
+    tries: Annotated[int, Range(low=1)] = 3
     """Maximum number of requests for an answer that can be parsed; a record without one is left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "tries", low=1)
+        check_fields(self)
 
     async def ask_until(
         self,
@@ -77,14 +77,14 @@ class JudgeFilter(VerdictStage):
     letters."""
     accept: tuple[str, ...] = ("yes",)
     """Verdicts that keep a record."""
-    votes: int = 1
+    votes: Annotated[int, Range(low=1)] = 1
     """Independent answers, of which the majority decides; ties reject."""
     column: str = ""
     """Column to which the share of accepting votes is written; empty: not written."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "votes", low=1)
+        check_fields(self)
         if not SLOT.search(self.prompt):
             raise ConfigError(
                 "shows the judge no column of the record",

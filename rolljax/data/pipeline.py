@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.console.progress import ProgressBar
@@ -41,7 +41,7 @@ from rolljax.data.base import (
 )
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
 from rolljax.data.model_calls import Asker
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import ConfigError, DataError, Range, check_fields
 from rolljax.storage import durable
 from rolljax.storage.layout import LOCK
 from rolljax.storage.lock import locked
@@ -63,7 +63,7 @@ class Pipeline:
     """The column of the questions, for all stages that name none themselves; dots reach into objects."""
     seed: int = 0
     """Seed of all random draws."""
-    concurrency: int = 32
+    concurrency: Annotated[int, Range(low=1)] = 32
     """Maximum number of concurrent requests to a model."""
     output: Format = "jsonl"
     """Format of what comes out."""
@@ -74,7 +74,7 @@ class Pipeline:
     them out and counts them."""
 
     def __post_init__(self) -> None:
-        check_range(self, "concurrency", low=1)
+        check_fields(self)
         if not self.stages:
             raise ConfigError("has no stage", setting="Pipeline.stages", remedy="name one, such as @dedup.Exact()")
         if self.output not in FORMATS:

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 from rolljax.data.attempts import ATTEMPTS, attempts_of
 from rolljax.data.base import Place, Record, RecordSource, Stage
 from rolljax.data.texts import normalised, similarity
 from rolljax.envs.data import answers
-from rolljax.errors import check_range
+from rolljax.errors import Checked, Range
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectionSampling(Stage):
+class RejectionSampling(Checked, Stage):
     """A record for each attempt that is kept: its text in the column `answer`, which `Records` trains on (RFT). Records
     without one are left out."""
 
     min_reward: float = 1.0
     """Minimum reward of an attempt that may be kept."""
-    cap: int = 4
+    cap: Annotated[int, Range(low=1)] = 4
     """Maximum number of attempts kept per record."""
-    similarity: float = 0.9
+    similarity: Annotated[float, Range(above=0, high=1)] = 0.9
     """An attempt is left out whose final answer, in any notation, is that of a kept one, and whose text is more similar
     to it (edit distance)."""
     answer_key: str = "answer"
     """The column that the text is written to."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "cap", low=1)
-        check_range(self, "similarity", above=0, high=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.texts import hashed_counts
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import Checked, ConfigError, DataError, Range
 
 MAX_BYTES = 512 << 20
 """Most bytes of vectors that are in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Embedding:
+class Embedding(Checked):
     """The source of vectors."""
 
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
     vectors: str = ""
     """A column of lists of numbers instead, such as an encoder wrote."""
-    dim: int = 512
+    dim: Annotated[int, Range(low=8)] = 512
     """Bins of hashed TF-IDF."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "dim", low=8)
 
     def weights(self, source: RecordSource) -> np.ndarray:
         """Compute inverse document frequencies `[dim]`, in one pass; ones if vectors are a column."""
@@ -98,18 +96,15 @@ def matrix(
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingDedup(Stage):
+class EmbeddingDedup(Checked, Stage):
     """Leave out records whose vector is nearly that of one before it that stays, within a bucket."""
 
     embedding: Embedding = Embedding()
     """Embedding from which the vectors are made."""
-    threshold: float = 0.92
+    threshold: Annotated[float, Range(above=-1, below=1)] = 0.92
     """A higher cosine makes a duplicate."""
     bucket: str = ""
     """A column; only records with equal values are compared. Empty: all are."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "threshold", above=-1, below=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)
@@ -132,22 +127,18 @@ def first_of_kind(vectors: np.ndarray, threshold: float) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class KCenter(Stage):
+class KCenter(Checked, Stage):
     """Keep records that cover the others: K-center greedy. In each bucket, it starts with the first record and
     repeatedly adds the record that is farthest from all chosen ones."""
 
     embedding: Embedding = Embedding()
     """Embedding from which the vectors are made."""
-    num: int | None = None
+    num: Annotated[int | None, Range(low=1)] = None
     """Number of records kept per bucket; None: the share `frac` of the bucket."""
-    frac: float = 0.5
+    frac: Annotated[float, Range(above=0, high=1)] = 0.5
     """Share of a bucket, rounded up."""
     bucket: str = ""
     """A column; empty: there is one."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num", low=1)
-        check_range(self, "frac", above=0, high=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)

@@ -16,13 +16,13 @@ import functools
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.data.rows import BadRow, Row, find_files, open_rows
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.text import after_thinking, code_blocks
-from rolljax.errors import ConfigError, DataError, EnvError, check_range
+from rolljax.errors import ConfigError, DataError, EnvError, Range, check_fields
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class CodeProblems(EnvSpec):
     """Path of the file of problems."""
     format: Literal["auto", "humaneval", "mbpp"] = "auto"
     """Format of the file's lines; auto: detected from their keys."""
-    timeout_s: float = 5.0
+    timeout_s: Annotated[float, Range(above=0)] = 5.0
     """Longest run of a program."""
     adaptive_timeout: AdaptiveTimeout | None = None
     """Shorter time-out during training for programs whose problem has fast correct answers (None: not used). With it,
     equal actions do not always give equal episodes."""
-    tests_shown: int = 1
+    tests_shown: Annotated[int, Range(low=0)] = 1
     """Asserts of an MBPP problem that the prompt shows (they contain the name of the function)."""
     sandbox: Literal["bwrap", "none"] = "bwrap"
     """`bwrap`, or `none` to run programs without any isolation: only for answers that you trust."""
@@ -90,8 +90,7 @@ class CodeProblems(EnvSpec):
                     value=getattr(self, field),
                     remedy=f"one of {', '.join(values)}",
                 )
-        check_range(self, "timeout_s", above=0)
-        check_range(self, "tests_shown", low=0)
+        check_fields(self)
         if self.adaptive_timeout and self.adaptive_timeout.low_s >= self.timeout_s:
             raise ConfigError(
                 f"can have no effect: no program runs longer than CodeProblems.timeout_s = {self.timeout_s:g}",

@@ -12,12 +12,12 @@ import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.run_limits import RunLimits
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Message, Task
 
 NAME = re.compile(r"[\w.:-]+")
@@ -30,12 +30,12 @@ class Domain:
 
     env: EnvSpec
     """Environment that provides the domain's tasks."""
-    weight: float = 1.0
+    weight: Annotated[float, Range(low=0)] = 1.0
     """Weight of the domain; its share is this weight over the sum of all domains' weights, unless a rule sets the
     shares (`Phase.mixture`)."""
-    num_tasks: int = 0
+    num_tasks: Annotated[int, Range(low=0)] = 0
     """Number of different tasks to train on, from the first (0: all)."""
-    max_turns: int = 0
+    max_turns: Annotated[int, Range(low=0)] = 0
     """Maximum number of turns in the domain's episodes, at most the environment's own maximum (0: the environment's
     maximum)."""
     when_dry: Literal["renew", "error"] = "renew"
@@ -43,7 +43,7 @@ class Domain:
     renew: the tasks are repeated in another order; error: the run ends."""
 
     def __post_init__(self) -> None:
-        check_range(self, "weight", "num_tasks", "max_turns", low=0)
+        check_fields(self)
         if isinstance(self.env, Mixture):
             raise ConfigError("is a mixture already", setting="Domain.env", remedy="name its domains one by one")
         if self.max_turns > self.env.max_turns:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from rolljax.envs.base import StepResult
-from rolljax.errors import check_range
+from rolljax.errors import Checked, Range
 from rolljax.types import Task
 
 RUN_S = "run_s"
@@ -16,7 +17,7 @@ MAX_TASKS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveTimeout:
+class AdaptiveTimeout(Checked):
     """A separate time-out for every task, from the longest run of a correct program so far; the environment's own
     time-out applies until a run was correct, and is the upper limit.
 
@@ -24,14 +25,10 @@ class AdaptiveTimeout:
     how busy the machine was. A run that is repeated or continued is then not the same to the bit.
     """
 
-    factor: float = 1.5
+    factor: Annotated[float, Range(low=1)] = 1.5
     """Times that longest run."""
-    low_s: float = 2.0
+    low_s: Annotated[float, Range(above=0)] = 2.0
     """The shortest time-out, seconds."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "factor", low=1)
-        check_range(self, "low_s", above=0)
 
 
 class RunLimits:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.tasks import first_tasks
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 from rolljax.recipe import Recipe
 from rolljax.rewards.base import RewardConfig
 from rolljax.rollout.agents.program import AgentProgram
@@ -19,17 +20,17 @@ from rolljax.types import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Benchmark:
+class Benchmark(Checked):
     """Tasks of one environment, and the limits within which they are played."""
 
     env: EnvSpec
-    num_tasks: int = 256
+    num_tasks: Annotated[int, Range(low=1)] = 256
     """The first `num_tasks` different tasks in index order, or all if there are fewer. A judge's are asked in both
     orders of the answers (`EnvSpec.variants`)."""
-    held_out_frac: float = 1.0
+    held_out_frac: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of all tasks that forms the split from which the tasks are taken, chosen by the hash of their content;
     training with the same `Evaluation.held_out_frac` never sees these tasks. 1: all tasks."""
-    max_answer_tok: int = 512
+    max_answer_tok: Annotated[int, Range(low=1)] = 512
     """Maximum number of tokens in one answer (one turn)."""
     rollout: RolloutConfig = RolloutConfig()
     pool: PoolConfig = PoolConfig()
@@ -42,10 +43,6 @@ class Benchmark:
     thinking: bool = False
     """Whether to put a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
     process write it."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_tasks", "max_answer_tok", low=1)
-        check_range(self, "held_out_frac", above=0, high=1)
 
     @staticmethod
     def of_recipe(recipe: Recipe) -> Benchmark:
@@ -76,37 +73,31 @@ class Benchmark:
 class Attempts:
     """Settings of the attempts at every task."""
 
-    num: int = 1
+    num: Annotated[int, Range(low=1)] = 1
     """Attempts at each task."""
     at: tuple[int, ...] = ()
     """The k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`. temperature (0: greedy), top_p, top_k, min_p: of
     sampling."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: Annotated[float, Range(low=0)] = 1.0
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    top_k: Annotated[int, Range(low=0)] = 0
+    min_p: Annotated[float, Range(low=0, high=1)] = 0.0
     seed: int = 0
     """Seed of everything that is sampled."""
-    confidence: float = 0.95
+    confidence: Annotated[float, Range(above=0, below=1)] = 0.95
     """Confidence level of the intervals."""
-    resamples: int = 10_000
+    resamples: Annotated[int, Range(low=100)] = 10_000
     """Number of bootstrap resamples for the intervals."""
-    concurrency: int = 256
+    concurrency: Annotated[int, Range(low=1)] = 256
     """Maximum number of concurrent episodes."""
-    stall_s: float = 3600.0
+    stall_s: Annotated[float, Range(above=0)] = 3600.0
     """Longest that no answer may become complete while some are under way."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Weights of environments by name, in any unit, for a weighted mean in the table. Give weights for all
     environments, or for none."""
 
     def __post_init__(self) -> None:
-        check_range(self, "num", "concurrency", low=1)
-        check_range(self, "temperature", "top_k", low=0)
-        check_range(self, "top_p", above=0, high=1)
-        check_range(self, "min_p", low=0, high=1)
-        check_range(self, "confidence", above=0, below=1)
-        check_range(self, "resamples", low=100)
-        check_range(self, "stall_s", above=0)
+        check_fields(self)
         for name, weight in self.weights.items():
             if not (weight > 0 and math.isfinite(weight)):
                 raise ConfigError(

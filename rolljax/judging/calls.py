@@ -14,9 +14,9 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from rolljax.errors import EnvError, InfraError, RolljaxError, StorageError, check_range
+from rolljax.errors import Checked, EnvError, InfraError, Range, RolljaxError, StorageError
 from rolljax.judging.prompts import digest
 from rolljax.judging.verdict import Unreadable
 from rolljax.storage.journal import Journal
@@ -28,31 +28,26 @@ MAX_BACKOFF_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class CallLimits:
+class CallLimits(Checked):
     """Limits on the calls to a service."""
 
-    deadline_s: float = 120.0
+    deadline_s: Annotated[float, Range(above=0)] = 120.0
     """Longest time in seconds that a call may take."""
-    retries: int = 2
+    retries: Annotated[int, Range(low=0)] = 2
     """Maximum number of times that a failed call is repeated."""
-    backoff_s: float = 1.0
+    backoff_s: Annotated[float, Range(low=0)] = 1.0
     """Approximate seconds before the first retry; doubled for each further one."""
-    concurrency: int = 64
+    concurrency: Annotated[int, Range(low=1)] = 64
     """Maximum number of simultaneous calls."""
-    max_calls: int = 0
+    max_calls: Annotated[int, Range(low=0)] = 0
     """Limit for the whole run, resumed ones included; 0: no limit. Calls beyond it give no verdict."""
-    down_after: int = 8
+    down_after: Annotated[int, Range(low=1)] = 8
     """Consecutive failures of any calls after which the service counts as down. Then a single call probes the service
     from time to time and all others wait. Failures during that time do not use up retries."""
-    probe_s: float = 5.0
+    probe_s: Annotated[float, Range(above=0)] = 5.0
     """Seconds between probes."""
-    outage_s: float = 300.0
+    outage_s: Annotated[float, Range(above=0)] = 300.0
     """Longest time that a call waits for a service that is down."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "deadline_s", "probe_s", "outage_s", above=0)
-        check_range(self, "retries", "backoff_s", "max_calls", low=0)
-        check_range(self, "concurrency", "down_after", low=1)
 
 
 class Breaker:

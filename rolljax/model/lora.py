@@ -15,13 +15,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.model.layers import LINEAR, param
 from rolljax.model.shards import save_file
 from rolljax.model.tokenizer import save_tokenizer
@@ -62,9 +62,9 @@ class Adapted:
 class Lora:
     """Low-rank adapters on the linear maps of every layer."""
 
-    rank: int = 16
+    rank: Annotated[int, Range(low=1)] = 16
     """Columns of A."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(above=0, below=math.inf)] = 32.0
     """The output of an adapter is scaled by `alpha / rank`."""
     targets: tuple[str, ...] = ("*",)
     """Patterns of names of maps (`fnmatch`): `q`, `k`, `v`, `o`, `gate`, `up`, `down`. Weights of experts have no
@@ -73,8 +73,7 @@ class Lora:
     """Keep the base weights of all these maps as int8, one scale for each output: a quarter of float32."""
 
     def __post_init__(self) -> None:
-        check_range(self, "rank", low=1)
-        check_range(self, "alpha", above=0, below=math.inf)
+        check_fields(self)
         if not self.targets:
             raise ConfigError(
                 "names no linear map", setting="Lora.targets", value=self.targets, remedy="('*',) names all of them"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rolljax.envs.base import EnvSpec, Runs
 from rolljax.envs.code_problems import CodeProblems, Problem, program_of
 from rolljax.envs.pool import PoolConfig
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range
 from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.rules import row
 from rolljax.rewards.workers import Rule, Said
@@ -17,7 +17,7 @@ from rolljax.types import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Code(Rule):
+class Code(Checked, Rule):
     """The share of its task's tests that the program in the last answer passes; passing all of them solves the task.
 
     The program runs in one sandbox and the tests in another (docs/sandbox.md); a program that crashes, hangs or passes
@@ -28,7 +28,7 @@ class Code(Rule):
 
     pay: Literal["share", "all"] = "share"
     """`share`: of the tests; `all`: 1 where every one passed, else 0."""
-    timeout_s: float = 5.0
+    timeout_s: Annotated[float, Range(above=0)] = 5.0
     """Longest run of a program."""
     tests_key: str = "test_list"
     """Name of the dataset column with the tests, a list of asserts. No effect for tasks of envs.programs.code_problems,
@@ -41,9 +41,6 @@ class Code(Rule):
     envs.programs.code_problems, which have tests."""
     sandbox: Literal["bwrap", "none"] = "bwrap"
     """`bwrap`, or `none` to run programs without any isolation: only for answers that you trust."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "timeout_s", above=0)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range
 from rolljax.rewards.base import Reward, RewardConfig, RewardContext, Scorer
 from rolljax.types import Task, Trajectory
 
@@ -165,7 +165,7 @@ class Clip(Composition):
         if self.low is None and self.high is None:
             raise ConfigError("bounds nothing", setting="Clip.low", value=None, remedy="set low, high, or both")
         if self.high is not None:
-            check_range(self, "low", high=self.high)
+            Range(high=self.high).check(self, "low")
 
     @property
     def name(self) -> str:

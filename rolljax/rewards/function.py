@@ -7,12 +7,12 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.pool.episode_runner import flag, number
-from rolljax.errors import EnvError, boundary, check_range
+from rolljax.errors import Checked, EnvError, Range, boundary
 from rolljax.judging.calls import CallLimits
 from rolljax.rewards.base import Reward, RewardContext, Scorer
 from rolljax.rewards.workers import Rule, RuleWhere, Said
@@ -26,7 +26,7 @@ Waiting = Callable[[Task, Said], Awaitable[Value]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Function(Rule):
+class Function(Checked, Rule):
     """A custom function: plain Python, or a coroutine that waits for something outside of this process.
 
     An exception, or a result that is not finite, is a fault of the function and gives no reward. `InfraError` says that
@@ -40,18 +40,14 @@ class Function(Rule):
     where: RuleWhere = "process"
     """Threads of this process; process: worker processes, which are killed when they hang or crash, and replaced; ray:
     Ray actors. Coroutines run on the run's event loop, which they must not block, whatever this says."""
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Range(above=0)] = 30.0
     """Longest call of plain Python."""
-    workers: int = 0
+    workers: Annotated[int, Range(low=0)] = 0
     """Threads, processes or actors, 0 for what `PoolConfig` takes."""
     limits: CallLimits = CallLimits()
     """Limits on the calls of a coroutine."""
     version: str = ""
     """Change it when the function has changed: verdicts of coroutines are kept in the run's folder."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "timeout_s", above=0)
-        check_range(self, "workers", low=0)
 
     @property
     def name(self) -> str:

@@ -11,12 +11,12 @@ import collections
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.envs.questions import Questions
 from rolljax.envs.text import after_thinking
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.judging.calls import CallLimits
 from rolljax.judging.judge import all_of, ask
 from rolljax.judging.prompts import Prompt, digest, filled, guarded, mark_of, quoted
@@ -36,24 +36,23 @@ class ModelJudge(RewardConfig):
     model: ChatModelConfig
     """The judge model."""
     _: dataclasses.KW_ONLY
-    num: int = 1
+    num: Annotated[int, Range(low=1)] = 1
     """Number of times that the judge is asked each question."""
     solved_at: float | None = None
     """Reward from which on the task counts as solved; None: the judge does not decide."""
     part: str = "judge"
     """Name of this reward in `reward_parts`."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the judge's answers."""
-    max_tok: int = 1024
+    max_tok: Annotated[int, Range(low=1)] = 1024
     """Maximum number of tokens in an answer of the judge."""
-    max_chars: int = 20_000
+    max_chars: Annotated[int, Range(low=1)] = 20_000
     """Maximum number of characters of an answer that the judge is shown."""
     limits: CallLimits = CallLimits()
     """Limits on the judge's calls, in addition to the limits of its model."""
 
     def __post_init__(self) -> None:
-        check_range(self, "num", "max_tok", "max_chars", low=1)
-        check_range(self, "temperature", low=0)
+        check_fields(self)
         if self.num > 1 and not self.temperature:
             raise ConfigError(
                 "would be the same answer several times: temperature is 0",

@@ -12,14 +12,14 @@ import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.envs.base import EnvSpec
-from rolljax.errors import ConfigError, EnvError, InfraError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, InfraError, Range, boundary, check_fields
 from rolljax.model import hf
 from rolljax.model.decoder import Dtype, Model
 from rolljax.model.folder import folder_remedy
@@ -48,10 +48,10 @@ class RewardModelScore(RewardConfig):
     mean: float | None = None
     """Value subtracted from the reward model's score. None: the mean of its scores for the answers that its training
     ended with, or 0 for a Hugging Face folder, which does not record it."""
-    std: float | None = None
+    std: Annotated[float | None, Range(above=0)] = None
     """Divisor of the reward model's score after `mean` is subtracted. None: the standard deviation of its scores for
     the answers that its training ended with, or 1 for a Hugging Face folder, which does not record it."""
-    clip: float | None = None
+    clip: Annotated[float | None, Range(above=0)] = None
     """Largest absolute value of the normalised score (None: no limit)."""
     heldout: Literal["environment", "model"] = "environment"
     """Source of the reward that held-out evaluations report."""
@@ -59,13 +59,12 @@ class RewardModelScore(RewardConfig):
     """Data type of the computation for a Hugging Face folder; None: float32 on CPU, else bfloat16."""
     mesh: MeshSpec = MeshSpec()
     """The devices it is computed on."""
-    batch_tok: int | None = None
+    batch_tok: Annotated[int | None, Range(low=1)] = None
     """Tokens of a batch. Rows are padded to a power of two, and each padded length has one compiled program of about
     `batch_tok` tokens; None: 2048 on CPU, else 16384."""
 
     def __post_init__(self) -> None:
-        check_range(self, "std", "clip", above=0)
-        check_range(self, "batch_tok", low=1)
+        check_fields(self)
         if bool(self.phase) == bool(self.path):
             raise ConfigError(
                 "needs one of phase and path",

@@ -10,14 +10,14 @@ import itertools
 import math
 import unicodedata
 from collections import Counter
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rolljax.envs.base import EnvSpec, Runs
 from rolljax.envs.data import answers, verifier
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions, is_same
 from rolljax.envs.text import END_OF_THINKING, after_thinking, linear_pattern, read_json
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import Checked, ConfigError, EnvError, Range, check_fields
 from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.workers import Rule, Said
 from rolljax.types import Task
@@ -46,11 +46,11 @@ class Answer(Rule):
     """Instead of `where`, a field of the JSON object that makes up the answer, apart from its thinking."""
     answer_key: str = ""
     """The column with the right answer; empty: the reference answer."""
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Range(above=0)] = 30.0
     """Longest time in seconds that the check of an answer may take."""
 
     def __post_init__(self) -> None:
-        check_range(self, "timeout_s", above=0)
+        check_fields(self)
         if self.pattern:
             linear_pattern(self.pattern, "Answer.pattern")
         if self.pattern and self.field:
@@ -105,24 +105,23 @@ class LengthBand(Rule):
     Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
     """
 
-    ref_tok: float = 0.0
+    ref_tok: Annotated[float, Range(low=0)] = 0.0
     """L, the same for all tasks."""
     ref_key: str = ""
     """Instead of `ref_tok`, the dataset column with the reference length L (the length of the answer that was
     imitated)."""
-    low: float = 0.3
+    low: Annotated[float, Range(low=0)] = 0.3
     """Lower end of the band, as a share of the reference length L."""
     high: float = 0.6
     """Upper end of the band, as a share of the reference length L."""
-    eps_frac: float = 0.25
+    eps_frac: Annotated[float, Range(above=0)] = 0.25
     """Eps, a share of L."""
     count: Literal["all", "thinking"] = "all"
     """`all`: every sampled token; `thinking`: those before the last `</think>`, by their share of the characters."""
 
     def __post_init__(self) -> None:
-        check_range(self, "ref_tok", "low", low=0)
-        check_range(self, "eps_frac", above=0)
-        check_range(self, "high", low=self.low)
+        check_fields(self)
+        Range(low=self.low).check(self, "high")
         if bool(self.ref_tok) == bool(self.ref_key):
             raise ConfigError(
                 "is what a band refers to, unless ref_key is",
@@ -194,18 +193,14 @@ class Format(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Repetition(Rule):
+class Repetition(Checked, Rule):
     """Minus the share of an answer's word n-grams that occurred in it before: 0 without repetition, near -1
     for one that says the same over and over."""
 
-    ngram: int = 3
+    ngram: Annotated[int, Range(low=1)] = 3
     """Words of each."""
-    free: float = 0.0
+    free: Annotated[float, Range(low=0, below=1)] = 0.0
     """A share up to which nothing is taken off."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "ngram", low=1)
-        check_range(self, "free", low=0, below=1)
 
     @property
     def name(self) -> str:
@@ -222,7 +217,7 @@ class Language(Rule):
 
     scripts: tuple[Script, ...] = ("latin",)
     """One or more of latin, han, cyrillic, arabic, devanagari, greek, hangul, hebrew, kana, thai."""
-    at_least: float | None = None
+    at_least: Annotated[float | None, Range(above=0, high=1)] = None
     """Share of letters from which on the reward is 1; below it the reward is 0. None: the reward is the share
     itself."""
 
@@ -235,7 +230,7 @@ class Language(Rule):
                 value=self.scripts,
                 remedy=f"one or more of {', '.join(_SCRIPTS)}",
             )
-        check_range(self, "at_least", above=0, high=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.rewards.base import RewardConfig
 from rolljax.rollout.filters import FilterConfig, GroupFilters
 from rolljax.rollout.group_buffer import TailBatching
@@ -35,7 +35,7 @@ class DomainSettings:
     """Settings of a domain's sampling, rewards and filters that differ from the phase's or the recipe's. The
     temperature is the phase's: the trainer's log-probs are taken at it."""
 
-    max_answer_tok: int = 0
+    max_answer_tok: Annotated[int, Range(low=0)] = 0
     """Maximum number of tokens in one answer, at most `Recipe.max_answer_tok` (0: equal to it)."""
     top_k: int | None = None
     """Top-k limit of sampling in training: tokens outside of it are left out. None: the phase's setting."""
@@ -50,13 +50,13 @@ class DomainSettings:
     """Reward of the domain's episodes; None: `Recipe.reward`, or the environment's reward."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_answer_tok", low=0)
+        check_fields(self)
         if self.top_k is not None:
-            check_range(self, "top_k", low=0)
+            Range(low=0).check(self, "top_k")
         if self.top_p is not None:
-            check_range(self, "top_p", above=0, high=1)
+            Range(above=0, high=1).check(self, "top_p")
         if self.min_p is not None:
-            check_range(self, "min_p", low=0, below=1)
+            Range(low=0, below=1).check(self, "min_p")
 
     @property
     def truncates(self) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool
 from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean, linear_pattern
-from rolljax.errors import ConfigError, DataError, EnvError, NeighbourError, RolljaxError, boundary, check_range
+from rolljax.errors import ConfigError, DataError, EnvError, NeighbourError, Range, RolljaxError, boundary, check_fields
 from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder, fault_of
@@ -177,15 +177,15 @@ class RolloutConfig:
     """Behaviour if the next answer might not fit into the context. truncate: the episode continues until the context is
     full and ends there. drop_oldest: the oldest exchanges after the opening are left out, and a new sequence starts
     with the rest, at most `restarts` times in an episode."""
-    restarts: int = 3
+    restarts: Annotated[int, Range(low=0)] = 3
     """Maximum number of restarts of the token stream in an episode, with context = 'drop_oldest'."""
-    keep_frac: float = 0.5
+    keep_frac: Annotated[float, Range(above=0, below=1)] = 0.5
     """Share of the context that the kept part may take."""
-    retries: int = 2
+    retries: Annotated[int, Range(low=0)] = 2
     """Maximum number of times that an episode is restarted from the same start: with the same randomness after a fault
     of the infrastructure, with other randomness after a loop. A restart because of another episode in the same worker
     is not counted."""
-    repeats: int = 0
+    repeats: Annotated[int, Range(low=0)] = 0
     """A loop is an answer that the policy gives, and the environment answers, in the same way this many times in a row
     (0: off). In training the episode is then discarded and restarted, and left out if it loops each time; in an
     evaluation it ends there, and counts."""
@@ -197,8 +197,7 @@ class RolloutConfig:
     """Penalty added to a turn's reward if its answer does not match `answer_format`; 0 or less."""
 
     def __post_init__(self) -> None:
-        check_range(self, "restarts", "retries", "repeats", low=0)
-        check_range(self, "keep_frac", above=0, below=1)
+        check_fields(self)
         if self.repeats == 1:
             raise ConfigError(
                 "would end every episode after its first answer",

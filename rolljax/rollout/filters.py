@@ -5,33 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from rolljax.errors import check_range
+from rolljax.errors import Checked, Range
 from rolljax.types import Group, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class FilterConfig:
+class FilterConfig(Checked):
     """Rules for trajectories that would teach the wrong thing.
 
     A trajectory that was lost to a fault of environment or infrastructure is never trained on: it is no wrong answer,
     and group means leave it out. The same holds for a trajectory that looped in every attempt.
     """
 
-    max_failed_frac: float = 0.5
+    max_failed_frac: Annotated[float, Range(low=0, high=1)] = 0.5
     """Largest share of lost trajectories in a step; with more the step is skipped, because the rest may not be
     typical."""
     tampering: Literal["alarm", "zero", "drop"] = "zero"
     """Treatment of an episode whose environment saw the policy tamper with it (its metric `tamper_n`). alarm: count it.
     zero: its reward becomes 0 at most, and it did not succeed. drop: leave it out."""
-    drop_failures_over_tok: int = 0
+    drop_failures_over_tok: Annotated[int, Range(low=0)] = 0
     """Leave out unsuccessful trajectories with more sampled tokens than this (0: off), because very long failures also
     penalise many correct tokens."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_failed_frac", low=0, high=1)
-        check_range(self, "drop_failures_over_tok", low=0)
 
 
 class GroupFilters:

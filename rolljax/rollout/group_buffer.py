@@ -25,9 +25,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 from rolljax.rollout.shares import StepPlan
 
 Late = Literal["wait", "resample", "drop"]
@@ -38,7 +38,7 @@ DROPPED: tuple[Dropped, ...] = get_args(Dropped)
 
 
 @dataclasses.dataclass(frozen=True)
-class TailBatching:
+class TailBatching(Checked):
     """Synchronous steps that do not wait for their slowest answers (RollPacker, arXiv 2509.21009).
 
     A short round starts `eta` times the prompts that a step needs, and `eta` times the siblings of a group. The first
@@ -47,14 +47,10 @@ class TailBatching:
     trained once, with answers of the newest policy; only the order changes.
     """
 
-    eta: float = 1.25
+    eta: Annotated[float, Range(above=1)] = 1.25
     """Factor on the prompts, and on the siblings of a group, of a short round."""
-    epoch: int = 0
+    epoch: Annotated[int, Range(low=0)] = 0
     """Number of prompts after which the queue must be empty (0: only at the end of the phase)."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "eta", above=1)
-        check_range(self, "epoch", low=0)
 
 
 def favours(spare_siblings: int, late: Late) -> list[str]:
@@ -77,20 +73,20 @@ def favours(spare_siblings: int, late: Late) -> list[str]:
 class Admission:
     """The rules of a `GroupBuffer`."""
 
-    prompts_per_step: int
+    prompts_per_step: Annotated[int, Range(low=1)]
     """Groups of a step."""
-    num_steps: int
+    num_steps: Annotated[int, Range(low=1)]
     """Number of steps of the phase."""
-    async_ratio: float = 0.0
+    async_ratio: Annotated[float, Range(low=0)] = 0.0
     """Maximum number of policy versions between the start of a group and its training; 0 is synchronous. With a
     fractional ratio, such as 1.5, that fraction of a step's groups (here half of them) may be one version older."""
-    spare_prompts: int = 0
+    spare_prompts: Annotated[int, Range(low=0)] = 0
     """Groups in flight in excess of the groups that a step needs; with `resample`, prompts of later steps."""
     late: Late = "wait"
     """Treatment of a group that would exceed the bound `async_ratio`. wait: steps wait until the group is complete, so
     no group exceeds it. resample: the group starts again, with the newest policy and the same randomness, and steps
     then wait for it. drop: the group is cancelled, and its prompt is not trained."""
-    max_replaced: int = 0
+    max_replaced: Annotated[int, Range(low=0)] = 0
     """Groups without a signal that a step may replace; further ones are trained on as they are."""
     tail: TailBatching | None = None
     in_rounds: bool = False
@@ -98,8 +94,7 @@ class Admission:
     requests."""
 
     def __post_init__(self) -> None:
-        check_range(self, "prompts_per_step", "num_steps", low=1)
-        check_range(self, "async_ratio", "spare_prompts", "max_replaced", low=0)
+        check_fields(self)
         if self.spare_prompts and self.late == "wait":
             raise ConfigError(
                 "can have no effect: steps wait for every group",

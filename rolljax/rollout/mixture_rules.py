@@ -10,9 +10,9 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 from rolljax.rollout.shares import Shares, normalised
 from rolljax.trainer.paper import Stated
 from rolljax.types import Group
@@ -80,14 +80,13 @@ class Scheduled(MixtureRule):
     between: Literal["step", "linear"] = "linear"
     """Rule for the weights between two of the listed steps. step: the weights of the earlier step; linear: linear
     interpolation to the next step."""
-    every: int = 0
+    every: Annotated[int, Range(low=0)] = 0
     """Steps between two looks at perplexities, for the metrics alone (0: none); goes with `Distill`."""
-    tasks: int = 500
+    tasks: Annotated[int, Range(low=1)] = 500
     """Number of tasks of each domain on which perplexities are measured."""
 
     def __post_init__(self) -> None:
-        check_range(self, "every", low=0)
-        check_range(self, "tasks", low=1)
+        check_fields(self)
         if 0 not in self.at or min(self.at) < 0:
             raise ConfigError(
                 "does not say what holds from step 0 on",
@@ -130,24 +129,20 @@ class Scheduled(MixtureRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Curriculum(MixtureRule):
+class Curriculum(Checked, MixtureRule):
     """More of the domains whose tasks are neither too hard nor too easy: a domain's weight counts by how near its pass
     rate is to a target."""
 
-    target: float = 0.5
+    target: Annotated[float, Range(low=0, high=1)] = 0.5
     """Pass rate that is wanted."""
-    width: float = 0.2
+    width: Annotated[float, Range(above=0)] = 0.2
     """A domain whose pass rate is so far from it counts e^-1/2."""
-    floor: float = 0.3
+    floor: Annotated[
+        float, Range(above=0, high=1, remedy="without a floor a domain that is left out never comes back")
+    ] = 0.3
     """Share of a step that goes by the weights whatever the pass rates are, so that no domain starves."""
-    memory: float = 0.9
+    memory: Annotated[float, Range(low=0, below=1)] = 0.9
     """Share of the old mean in a domain's running pass rate; a domain that was not seen yet counts in full."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "target", low=0, high=1)
-        check_range(self, "width", above=0)
-        check_range(self, "floor", above=0, high=1, remedy="without a floor a domain that is left out never comes back")
-        check_range(self, "memory", low=0, below=1)
 
     def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
         score = {
@@ -169,7 +164,7 @@ class Curriculum(MixtureRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ddk(MixtureRule):
+class Ddk(Checked, MixtureRule):
     """DDK (arXiv 2407.16154): in distillation, larger shares of the domains in which the student lags its teacher most.
 
     Every `every` steps both models' perplexities `l` are measured on the same held-out tasks of each of the N domains.
@@ -177,13 +172,13 @@ class Ddk(MixtureRule):
     `psi = r exp(l_student / l_teacher)`. The domains' own weights have no effect.
     """
 
-    every: int = 1000
+    every: Annotated[int, Range(low=1)] = 1000
     """Steps between two measurements."""
-    tasks: int = 500
+    tasks: Annotated[int, Range(low=1)] = 500
     """Number of tasks of each domain in a measurement."""
-    smoothing: float = 0.5
+    smoothing: Annotated[float, Range(above=0, below=1, remedy="0.5 is usual; 1 lets domains starve")] = 0.5
     """Smoothing factor a in the formula of the shares, `r <- a psi / sum psi + (1 - a) / N`."""
-    max_ratio: float = 10.0
+    max_ratio: Annotated[float, Range(above=1)] = 10.0
     """A larger ratio counts as this one (the paper: none; e^ratio overflows)."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -191,11 +186,6 @@ class Ddk(MixtureRule):
         "tasks": Stated(500, "arXiv 2407.16154, section 4.1: samples of each domain's validation set"),
         "smoothing": Stated(0.5, "arXiv 2407.16154, section 4.1: alpha"),
     }
-
-    def __post_init__(self) -> None:
-        check_range(self, "every", "tasks", low=1)
-        check_range(self, "smoothing", above=0, below=1, remedy="0.5 is usual; 1 lets domains starve")
-        check_range(self, "max_ratio", above=1)
 
     @property
     def measure_every(self) -> int:

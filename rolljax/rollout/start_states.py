@@ -17,12 +17,12 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from rolljax.envs.pool import Pool
-from rolljax.errors import EnvError, check_range
+from rolljax.errors import Checked, EnvError, Range
 from rolljax.model.tokenizer import Chat
 from rolljax.types import EXPERT, Expert, Group, Message, Task, Trajectory
 
@@ -71,7 +71,7 @@ def _hash(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertStarts:
+class ExpertStarts(Checked):
     """Chunk-level initialised resampling."""
 
     mode: Literal["rollback", "parallel"] = "rollback"
@@ -81,21 +81,17 @@ class ExpertStarts:
     expert: Literal["reference", "success"] = "reference"
     """Gold plays the environment's scripted answers; success replays the policy's own newest success on the same task
     (tasks without a success start at their beginning)."""
-    threshold: float = 0.7
+    threshold: Annotated[float, Range(above=0, high=1)] = 0.7
     """Success rate, 0 to 1, at which the distance grows."""
-    window: int = 64
+    window: Annotated[int, Range(low=1)] = 64
     """Number of newest episodes at a distance for its success rate."""
-    refresh_every: int = 20
+    refresh_every: Annotated[int, Range(low=1)] = 20
     """Steps between updates of the replayed successes to newer ones."""
-    fork_gap: float = 0.3
+    fork_gap: Annotated[float, Range(above=0, high=1)] = 0.3
     """Least gain in success rate that makes a chunk the crucial one: from starts before it to starts after it, with
     one-sided p below .05 and at least 8 of the last 32 episodes on either side; the rate after the whole episode is 1.
     Chunks after the crucial one are not imitated. The crucial chunk is imitated when it is replayed, and when a whole
     group that starts before it fails."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "threshold", "fork_gap", above=0, high=1)
-        check_range(self, "window", "refresh_every", low=1)
 
 
 def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | None:

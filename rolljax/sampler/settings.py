@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.model.axes import MESH_AXES
 from rolljax.model.decoder import DecoderConfig
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
@@ -27,11 +27,11 @@ MIN_ROWS = 4
 class SamplerConfig:
     """Sizes of the sampler, and its choices."""
 
-    slots: int = 64
+    slots: Annotated[int, Range(low=1)] = 64
     """Sequences that decode at the same time."""
-    max_context: int = 512
+    max_context: Annotated[int, Range(low=1)] = 512
     """Maximum number of tokens of a prompt and its answer together."""
-    page_size: int = 16
+    page_size: Annotated[int, Range(low=1)] = 16
     """Tokens per KV page."""
     pages: int | None = None
     """KV pages (default: for every slot a sequence of full length, and the last page of its prompt, which its siblings
@@ -39,7 +39,7 @@ class SamplerConfig:
     prefill_chunk: int = 512
     """Prompt tokens computed at once; a longer prompt is prefilled in chunks, and decoding never waits for more than
     one."""
-    steps_per_dispatch: int = 8
+    steps_per_dispatch: Annotated[int, Range(low=1)] = 8
     """Decode steps between two looks of the host."""
     prefix_match: Literal["turns", "any", "off"] = "turns"
     """Cached keys and values that a prompt may start from. 'turns': from a complete earlier prompt or answer that it
@@ -55,11 +55,11 @@ class SamplerConfig:
     """Method by which decode steps read KV pages. 'dense' copies the context out of the pages, once per dispatch (XLA,
     any device); 'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read the pages in
     place. 'auto': 'ragged' on TPU, 'dense' on other devices (docs/scaling.md)."""
-    tensor: int | None = None
+    tensor: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so
     it wants them split further than training does."""
-    expert: int | None = None
+    expert: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the experts of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so
     it wants them split further than training does."""
@@ -69,13 +69,12 @@ class SamplerConfig:
     record_experts: bool = False
     """Whether to return the experts that each decoded token took, for models with experts; the trainer then uses the
     same experts (router replay, arXiv:2510.11370)."""
-    record_alternatives: int = 0
+    record_alternatives: Annotated[int, Range(low=0, high=MAX_TOP_LOGPROBS)] = 0
     """Number of most likely tokens to write into the rollouts for each sampled token; `rolljax.view` shows them. Each
     takes about forty bytes."""
 
     def __post_init__(self) -> None:
-        check_range(self, "record_alternatives", low=0, high=MAX_TOP_LOGPROBS)
-        check_range(self, "slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert", low=1)
+        check_fields(self)
         if self.prefill_chunk < MIN_CHUNK or self.prefill_chunk & (self.prefill_chunk - 1):
             raise ConfigError(
                 f"must be a power of two, at least {MIN_CHUNK}",

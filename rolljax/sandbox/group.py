@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from rolljax.errors import EnvError, check_range
+from rolljax.errors import EnvError, Range
 from rolljax.sandbox.host import SandboxHost, shared_host
 from rolljax.sandbox.profile import TERMINAL, Profile
 from rolljax.sandbox.session import CommandResult, Sandbox
@@ -31,8 +31,8 @@ class SandboxGroup:
         self, size: int, start_concurrency: int = 4, profile: Profile = TERMINAL, host: SandboxHost | None = None
     ) -> None:
         self.size, self.start_concurrency, self.profile = size, start_concurrency, profile
-        check_range(self, "size", low=0)
-        check_range(self, "start_concurrency", low=1)
+        Range(low=0).check(self, "size")
+        Range(low=1).check(self, "start_concurrency")
         self._host = host or shared_host()
         self._starting = threading.BoundedSemaphore(start_concurrency)
         self._lock = threading.Lock()

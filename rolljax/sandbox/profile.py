@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Checked):
     """Limits of one sandbox. Past any of them the sandbox (or the process, for per-process limits) is killed."""
 
     name: str
-    memory_bytes: int = 1 * GIB
+    memory_bytes: Annotated[int, Range(above=0)] = 1 * GIB
     """Proportional set size of all processes together with what the kernel holds for them (page tables, sockets,
     descriptors), measured every quarter second (or the limit of a control group, where one was delegated)."""
-    address_bytes: int = 2 * GIB
+    address_bytes: Annotated[int, Range(above=0)] = 2 * GIB
     """Address space of one process."""
-    cpu_s: int = 15
+    cpu_s: Annotated[int, Range(low=0.001)] = 15
     """Processor seconds of one process."""
-    total_cpu_s: float = 60.0
+    total_cpu_s: Annotated[float, Range(low=0.001)] = 60.0
     """Limit on processor seconds of all processes together."""
-    wall_s: float = 15.0
+    wall_s: Annotated[float, Range(low=0.001)] = 15.0
     """Life of a one-shot sandbox;."""
-    session_s: float = 3600.0
+    session_s: Annotated[float, Range(low=0.001)] = 3600.0
     """Maximum lifetime in seconds of a live sandbox."""
-    nproc: int = 64
+    nproc: Annotated[int, Range(low=8, remedy="fewer are too few to start a sandbox")] = 64
     """Processes and threads."""
-    nofile: int = 256
+    nofile: Annotated[int, Range(above=0)] = 256
     """Open files of one process."""
-    tmpfs_bytes: int = 64 * MIB
+    tmpfs_bytes: Annotated[int, Range(above=0)] = 64 * MIB
     """Limit on bytes of all written files, over all directories together."""
-    inodes: int = 20_000
+    inodes: Annotated[int, Range(above=0)] = 20_000
     """Limit on inodes of all written files, over all directories together."""
-    output_bytes: int = 128 * KIB
+    output_bytes: Annotated[int, Range(above=0)] = 128 * KIB
     """Kept of each output stream, half from its start and half from its end."""
-    flood_bytes: int = 64 * MIB
+    flood_bytes: Annotated[int, Range(above=0)] = 64 * MIB
     """Output after which a one-shot sandbox is killed."""
     writable_root: bool = False
     """`/`, `/etc`, `/opt`, `/usr/local` and so on can be written (only inside, gone with the sandbox)."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "memory_bytes", "address_bytes", "tmpfs_bytes", "output_bytes", "flood_bytes", above=0)
-        check_range(self, "cpu_s", "total_cpu_s", "wall_s", "session_s", low=1e-3)
-        check_range(self, "nofile", "inodes", above=0)
-        check_range(self, "nproc", low=8, remedy="fewer are too few to start a sandbox")
 
 
 SCORE = Profile(
@@ -89,13 +83,13 @@ class SandboxConfig:
 
     backend: Literal["bwrap", "none"] = "bwrap"
     """`bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only."""
-    slots: int = 64
+    slots: Annotated[int, Range(low=1, high=4096)] = 64
     """Sandboxes alive at the same time."""
     slot_wait_s: float = 60.0
     """Longest wait for a free one."""
     warm: int = 0
     """Idle live sandboxes kept started, of the profile that was opened last."""
-    first_uid: int = 300_000
+    first_uid: Annotated[int, Range(low=1000, remedy="lower ones are users of the system")] = 300_000
     """A host that runs as root gives slot n the user id `first_uid + n`."""
     cgroup: str = ""
     """A delegated control group (v2) to make one group per sandbox in; empty: the process's own, if it is marked as
@@ -109,6 +103,5 @@ class SandboxConfig:
                 value=self.backend,
                 remedy="bwrap, or none for code that you trust",
             )
-        check_range(self, "slots", low=1, high=4096)
-        check_range(self, "warm", low=0, below=self.slots, remedy="fewer than SandboxConfig.slots")
-        check_range(self, "first_uid", low=1000, remedy="lower ones are users of the system")
+        check_fields(self)
+        Range(low=0, below=self.slots, remedy="fewer than SandboxConfig.slots").check(self, "warm")

@@ -4,29 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
-from rolljax.errors import check_range
+from rolljax.errors import Checked, Range
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class Workload(Checked):
     """A step of `samples` answers on `workers` devices, which take turns or share out both roles."""
 
-    samples: int
-    workers: int
-    generate_s: float
+    samples: Annotated[int, Range(low=1)]
+    workers: Annotated[int, Range(low=1)]
+    generate_s: Annotated[float, Range(above=0)]
     """Mean time in seconds to generate an answer on one device."""
-    longest_s: float
+    longest_s: Annotated[float, Range(above=0)]
     """Time in seconds to generate the longest answer on one device."""
-    train_s: float = 0.0
+    train_s: Annotated[float, Range(low=0)] = 0.0
     """Mean seconds to train one;."""
-    epochs: int = 1
+    epochs: Annotated[int, Range(low=1)] = 1
     """Number of times that each answer is trained on."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "samples", "workers", "epochs", low=1)
-        check_range(self, "generate_s", "longest_s", above=0)
-        check_range(self, "train_s", low=0)
 
     def sample_s(self, async_ratio: float) -> float:
         """Bound the seconds per sample if a free worker takes the next one at once and `(1 + async_ratio) x samples`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rolljax.aot.chips import chip
-from rolljax.errors import check_range
+from rolljax.errors import Range
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.simulation.timings import EngineTimings, Slices, Timings, TrainerTimings
 
@@ -79,7 +79,7 @@ def applied(timings: Timings, cfg: DecoderConfig) -> Timings:
     """Return the timings with the engine's and the trainer's computed from `slices`, if there are any."""
     if timings.slices is None:
         return timings
-    check_range(timings.slices, "sample_chips", low=timings.slices.chips_per_replica)
+    Range(low=timings.slices.chips_per_replica).check(timings.slices, "sample_chips")
     work = ModelWork.of(cfg)
     turns = max(1.0, timings.turns.mean)
     mean_tok = timings.prompt_tok.mean + turns * (timings.answer_tok.mean + timings.observation_tok.mean)

@@ -6,11 +6,11 @@ import dataclasses
 import math
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 
 T = TypeVar("T")
 
@@ -22,26 +22,25 @@ class Distribution:
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
     """`lognormal`: `center` is the median, `spread` the standard deviation of the logarithm. `normal`: mean and
     standard deviation; what would be negative is 0. `recorded`: one of `values`, times `center`."""
-    center: float = 0.0
+    center: Annotated[float, Range(low=0)] = 0.0
     """Location of the distribution, as defined by `kind`."""
-    spread: float = 0.0
+    spread: Annotated[float, Range(low=0)] = 0.0
     """Width of the distribution, as defined by `kind`."""
-    group_spread: float = 0.0
+    group_spread: Annotated[float, Range(low=0)] = 0.0
     """Standard deviation of the logarithm of a factor that all siblings of a group share."""
     group_values: tuple[float, ...] = ()
     """Such factors; each group has one of them, in addition to the factor of `group_spread`."""
-    cap: float = math.inf
+    cap: Annotated[float, Range(low=0)] = math.inf
     """Upper bound of the values."""
-    hang_frac: float = 0.0
+    hang_frac: Annotated[float, Range(low=0, high=1)] = 0.0
     """Share of the values to which `hang` is added, even beyond `cap`."""
-    hang: float = 0.0
+    hang: Annotated[float, Range(low=0)] = 0.0
     """Amount added to the share `hang_frac` of the values, even beyond `cap`."""
     values: tuple[float, ...] = ()
     """Recorded values to draw from, for the kind `recorded`."""
 
     def __post_init__(self) -> None:
-        check_range(self, "center", "spread", "group_spread", "cap", "hang", low=0)
-        check_range(self, "hang_frac", low=0, high=1)
+        check_fields(self)
         if (self.kind == "recorded") != bool(self.values):
             raise ConfigError(
                 "goes with kind = 'recorded', and with no other", setting="Distribution.values", value=self.values
@@ -90,17 +89,17 @@ class EngineTimings:
     arrive before the program starts, padded to one length of `prefill_sizes`, of which the largest is its capacity.
     """
 
-    replicas: int = 1
+    replicas: Annotated[int, Range(low=1)] = 1
     """Copies of the weights."""
-    step_s: float = 0.02
+    step_s: Annotated[float, Range(low=0)] = 0.02
     """Fixed seconds of every decode step, whatever its load."""
-    sequence_s: float = 0.0
+    sequence_s: Annotated[float, Range(low=0)] = 0.0
     """Added for each sequence."""
-    context_s: float = 0.0
+    context_s: Annotated[float, Range(low=0)] = 0.0
     """Added for each token of context."""
-    prefill_s: float = 0.0
+    prefill_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds to prefill one prompt token."""
-    prefill_call_s: float = 0.0
+    prefill_call_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds of each prefill program, in addition to its tokens."""
     prefill_sizes: tuple[int, ...] = ()
     """Padded lengths in tokens, ascending."""
@@ -109,12 +108,11 @@ class EngineTimings:
     replica, whose slots are free for others when the last of them is done (episodes have one turn). `batch`: answers
     begin together, when all episodes wait for one, and no other does before all are done. The last two are there to be
     compared with."""
-    kv_tok: int = 0
+    kv_tok: Annotated[int, Range(low=0)] = 0
     """Tokens of context that a replica has room for (0: not known); where more were needed a warning says so."""
 
     def __post_init__(self) -> None:
-        check_range(self, "replicas", low=1)
-        check_range(self, "step_s", "sequence_s", "context_s", "prefill_s", "prefill_call_s", "kv_tok", low=0)
+        check_fields(self)
         if self.prefill_call_s and not self.prefill_sizes:
             raise ConfigError(
                 "goes with prefill_sizes, and there are none",
@@ -125,7 +123,7 @@ class EngineTimings:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvTimings:
+class EnvTimings(Checked):
     """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of
     that."""
 
@@ -138,70 +136,58 @@ class EnvTimings:
     of this kind, for a run records the seconds of whole episodes; slow ones stay as slow as they were."""
     score_s: Distribution = Distribution()
     """Added to the last one."""
-    fail_frac: float = 0.0
+    fail_frac: Annotated[float, Range(low=0, high=1)] = 0.0
     """Episodes whose reset fails for good, after its time."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "fail_frac", low=0, high=1)
-
 
 @dataclasses.dataclass(frozen=True)
-class TrainerTimings:
+class TrainerTimings(Checked):
     """A training step takes `step_s` and `token_s` for each token of its packed rows."""
 
-    step_s: float = 0.0
+    step_s: Annotated[float, Range(low=0)] = 0.0
     """Fixed seconds of each training step."""
-    token_s: float = 0.0
+    token_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds for each token of a step's packed rows."""
-    publish_s: float = 0.0
+    publish_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds until new weights have reached the sampler."""
-    pause_s: float = 0.0
+    pause_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds for which decoding stops when new weights are published."""
-    save_s: float = 0.0
+    save_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds to write the rollouts of a step."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "step_s", "token_s", "publish_s", "pause_s", "save_s", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Slices:
+class Slices(Checked):
     """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`)."""
 
     train_chip: str = "v5p"
     """Kind of the trainer's chips (`aot.chips`)."""
-    train_chips: int = 64
+    train_chips: Annotated[int, Range(low=1)] = 64
     """Number of the trainer's chips."""
     sample_chip: str = "v5e"
     """Kind of the sampler's chips (`aot.chips`)."""
-    sample_chips: int = 64
+    sample_chips: Annotated[int, Range(low=1)] = 64
     """Number of the sampler's chips."""
-    chips_per_replica: int = 8
+    chips_per_replica: Annotated[int, Range(low=1)] = 8
     """Chips that a copy of the sampler's weights is split over."""
-    train_mfu: float = 0.45
+    train_mfu: Annotated[float, Range(above=0, high=1)] = 0.45
     """Share of the chips' peak arithmetic that training reaches."""
-    prefill_mfu: float = 0.45
+    prefill_mfu: Annotated[float, Range(above=0, high=1)] = 0.45
     """Share of the chips' peak arithmetic that prefill reaches."""
-    decode_mfu: float = 0.45
+    decode_mfu: Annotated[float, Range(above=0, high=1)] = 0.45
     """Share of the chips' peak arithmetic that decoding reaches."""
-    hbm_frac: float = 0.7
+    hbm_frac: Annotated[float, Range(above=0, high=1)] = 0.7
     """Share of the peak memory bandwidth that is reached while decoding."""
-    memory_frac: float = 0.9
+    memory_frac: Annotated[float, Range(above=0, high=1)] = 0.9
     """Share of usable memory that weights, keys and values may fill."""
-    collective_s: float = 0.002
+    collective_s: Annotated[float, Range(low=0)] = 0.002
     """Seconds of a decode step spent on collectives between the chips of a replica."""
-    publish_bytes_s: float = 10e9
+    publish_bytes_s: Annotated[float, Range(above=0)] = 10e9
     """Bytes per second at which each replica receives new weights, all replicas at the same time."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "train_chips", "sample_chips", "chips_per_replica", low=1)
-        check_range(self, "train_mfu", "prefill_mfu", "decode_mfu", "hbm_frac", "memory_frac", above=0, high=1)
-        check_range(self, "collective_s", low=0)
-        check_range(self, "publish_bytes_s", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Timings:
+class Timings(Checked):
     """All that a simulation knows of the world."""
 
     answer_tok: Distribution = Distribution("lognormal", 200.0, 1.0)
@@ -222,13 +208,10 @@ class Timings:
     """Chips that the seconds of engine and trainer follow from; None: they are given."""
     shared_devices: bool = False
     """Trainer and sampler have the same devices: nothing is decoded in a training step."""
-    solved_frac: float = 0.5
+    solved_frac: Annotated[float, Range(low=0, high=1)] = 0.5
     """Answers with reward 1."""
-    no_signal_frac: float = 0.0
+    no_signal_frac: Annotated[float, Range(low=0, high=1)] = 0.0
     """Groups whose rewards are all equal, in addition to equal rewards by chance; dynamic sampling replaces them."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "solved_frac", "no_signal_frac", low=0, high=1)
 
 
 def to_json(timings: Any) -> dict[str, Any]:

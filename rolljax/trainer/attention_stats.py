@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.model import attention
 from rolljax.model.attention import NEG, Attend, Window, in_pieces, pieces, visible
 from rolljax.model.axes import on_mesh
@@ -39,30 +39,29 @@ AttendFor = Callable[[jax.Array, jax.Array, jax.Array], Attend]
 class AttentionMaps:
     """Settings of the measurement: windows, layers and heads."""
 
-    waad_window: int = 10
+    waad_window: Annotated[int, Range(low=1)] = 10
     """W, the distance in tokens at which WAAD stops to count further."""
-    fai_low: int = 10
+    fai_low: Annotated[int, Range(low=0)] = 10
     """Nearest distance in tokens, included, of the later tokens that FAI averages over."""
     fai_high: int = 100
     """Farthest distance in tokens, included, of the later tokens that FAI averages over."""
-    head_frac: float = 0.3
+    head_frac: Annotated[
+        float, Range(above=0, high=0.5, remedy="local and global heads are two disjoint parts of all heads")
+    ] = 0.3
     """Share of the selected layers' heads that is local, and that is global; at least one head each."""
-    num_layers: int = 5
+    num_layers: Annotated[int, Range(low=1)] = 5
     """Layers measured, spread evenly from depth/3 to 2 depth/3, both included (all if there are fewer)."""
-    block_rows: int = 128
+    block_rows: Annotated[int, Range(low=1)] = 128
     """Query rows handled at once; memory grows with it, results do not depend on it."""
 
     def __post_init__(self) -> None:
-        check_range(self, "waad_window", "num_layers", "block_rows", low=1)
-        check_range(self, "fai_low", low=0)
+        check_fields(self)
         if self.fai_high < self.fai_low:
             raise ConfigError(
                 f"is below fai_low={self.fai_low}: no token would be averaged over",
                 setting="AttentionMaps.fai_high",
                 value=self.fai_high,
             )
-        remedy = "local and global heads are two disjoint parts of all heads"
-        check_range(self, "head_frac", above=0, high=0.5, remedy=remedy)
 
     def layers(self, depth: int) -> tuple[int, ...]:
         """Return the indices of the measured layers of a model of `depth` layers, ascending."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range
 
 PolicySource = str
 """The source of a reference policy: `phase_start`, `run_start`, or a local Hugging Face folder."""
@@ -59,16 +59,13 @@ def kl_estimate(log_ratio: Any, estimator: KlEstimator, xp: ModuleType) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveKl:
+class AdaptiveKl(Checked):
     """A KL coefficient that follows the KL (Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593)."""
 
-    target: float
+    target: Annotated[float, Range(above=0, remedy="adaptive = None keeps the coefficient as it is")]
     """The KL to the reference, in nats per token, that the coefficient is adapted to."""
-    horizon: int = 10_000
+    horizon: Annotated[int, Range(above=0, remedy="adaptive = None keeps the coefficient as it is")] = 10_000
     """Horizon of the adaptation in trajectories; the longer, the slower the coefficient moves."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "target", "horizon", above=0, remedy="adaptive = None keeps the coefficient as it is")
 
     def following(self, coef: float, kl: float, num_trajectories: int) -> float:
         """Return the next coefficient: `coef (1 + clip(kl / target - 1, -0.2, 0.2) num_trajectories / horizon)`.
@@ -80,18 +77,15 @@ class AdaptiveKl:
 
 
 @dataclasses.dataclass(frozen=True)
-class KlTerm:
+class KlTerm(Checked):
     """A term that keeps a policy near a reference: `KlLoss` or `KlReward`."""
 
-    coef: float
+    coef: Annotated[float, Range(above=0, remedy="leave the term out (kl = None) for none")]
     """Weight of the KL term."""
     adaptive: AdaptiveKl | None = None
     """Rule by which the weight follows the KL (None: the weight is constant)."""
     reference: PolicySource = "phase_start"
     """The policy that the KL is to: `phase_start`, `run_start`, or a local Hugging Face folder."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "coef", above=0, remedy="leave the term out (kl = None) for none")
 
 
 @dataclasses.dataclass(frozen=True)

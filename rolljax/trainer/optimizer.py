@@ -12,14 +12,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.model.decoder import Dtype, Params
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -44,21 +44,21 @@ class Optimizer(abc.ABC):
     random_lr: ClassVar[float] = 1e-3
     """The learning rate where none is set: far more than pre-trained weights bear."""
 
-    lr: float | None = None
+    lr: Annotated[float | None, Range(above=0)] = None
     """Highest learning rate. None: `random_lr`, which suits small models with random weights; a run that starts from a
     folder's weights must set it."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(low=0)] = 0.0
     """Decoupled weight decay: each update subtracts `rate * weight_decay` of every parameter."""
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, Range(above=0)] = 1.0
     """Largest global norm of a gradient; larger ones are scaled down to it."""
-    warmup_updates: int = 0
+    warmup_updates: Annotated[int, Range(low=0)] = 0
     """Number of updates in which the rate rises linearly from 0."""
     schedule: Schedule = "constant"
     """Learning rate after the warm-up: `constant`; `linear` or `cosine`, a fall to `final_lr_frac` of `lr` until the
     phase ends; `wsd`, constant and then a fall."""
-    final_lr_frac: float = 0.1
+    final_lr_frac: Annotated[float, Range(low=0, high=1)] = 0.1
     """Rate at the end, as a share of `lr`."""
-    decay_frac: float = 0.1
+    decay_frac: Annotated[float, Range(above=0, high=1)] = 0.1
     """With `wsd`, warm-up stable decay (MiniCPM, arXiv:2404.06395): the share of the phase's updates in which the rate
     falls, linearly."""
     mu_dtype: Dtype = "float32"
@@ -68,10 +68,7 @@ class Optimizer(abc.ABC):
     the backward pass, so that the device never holds all of it."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr", "clip_norm", above=0)
-        check_range(self, "weight_decay", "warmup_updates", low=0)
-        check_range(self, "final_lr_frac", low=0, high=1)
-        check_range(self, "decay_frac", above=0, high=1)
+        check_fields(self)
         for name, kind in (("schedule", Schedule), ("mu_dtype", Dtype)):
             if getattr(self, name) not in get_args(kind):
                 raise self._error(name, f"must be one of {get_args(kind)}")
@@ -167,17 +164,16 @@ class Optimizer(abc.ABC):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
-    b1: float = 0.9
+    b1: Annotated[float, Range(low=0, below=1)] = 0.9
     """Share of the first moment that stays at an update."""
-    b2: float = 0.95
+    b2: Annotated[float, Range(low=0, below=1)] = 0.95
     """Share of the second moment that stays at an update."""
-    eps: float = 1e-8
+    eps: Annotated[float, Range(above=0)] = 1e-8
     """Added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "eps", above=0)
-        check_range(self, "b1", "b2", low=0, below=1)
+        check_fields(self)
 
     def rule(self, num_updates: int) -> optax.GradientTransformation:
         return optax.adamw(
@@ -193,30 +189,28 @@ class Muon(Optimizer):
     norm scales and vectors are AdamW's. A projection of attention is one matrix over all of its heads.
     """
 
-    beta: float = 0.95
+    beta: Annotated[float, Range(low=0, below=1)] = 0.95
     """Share of the momentum that stays."""
     nesterov: bool = True
     """Look one step ahead with it."""
-    ns_steps: int = 5
+    ns_steps: Annotated[int, Range(low=1)] = 5
     """Number of Newton-Schulz steps."""
-    consistent_rms: float | None = 0.2
+    consistent_rms: Annotated[float | None, Range(above=0)] = 0.2
     """Root mean square of a matrix' update in units of the rate. 0.2 is what AdamW's typically has, so that its rate
     and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are usual; set
     `adam_lr` then."""
-    adam_lr: float | None = None
+    adam_lr: Annotated[float | None, Range(above=0)] = None
     """Highest rate of AdamW's part, on the same schedule (None: `lr`)."""
-    adam_b1: float = 0.9
+    adam_b1: Annotated[float, Range(low=0, below=1)] = 0.9
     """`b1` of AdamW's part."""
-    adam_b2: float = 0.95
+    adam_b2: Annotated[float, Range(low=0, below=1)] = 0.95
     """`b2` of AdamW's part."""
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, Range(above=0)] = 1e-8
     """`eps` of AdamW's part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "adam_eps", "consistent_rms", "adam_lr", above=0)
-        check_range(self, "ns_steps", low=1)
-        check_range(self, "beta", "adam_b1", "adam_b2", low=0, below=1)
+        check_fields(self)
 
     @property
     def in_branch(self) -> bool:
@@ -254,21 +248,20 @@ class Adafactor(Optimizer):
     A matrix of size n x m has n + m numbers of state; one without two axes of `min_dim_to_factor` has n * m.
     """
 
-    momentum: float | None = None
+    momentum: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the first moment that stays (None: no first moment)."""
-    decay_rate: float = 0.8
+    decay_rate: Annotated[float, Range(above=0, below=1)] = 0.8
     """Exponent of the second moments' memory: update t forgets t ** -decay_rate of it."""
     relative: bool = True
     """`lr` is in units of a parameter's root mean square (at least 1e-3)."""
-    clip_rms: float = 1.0
+    clip_rms: Annotated[float, Range(low=1)] = 1.0
     """Bound on the root mean square of a parameter's update, before the rate."""
-    min_dim_to_factor: int = 128
+    min_dim_to_factor: Annotated[int, Range(low=1)] = 128
     """Smallest axis for which second moments are factored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "momentum", "decay_rate", above=0, below=1)
-        check_range(self, "clip_rms", "min_dim_to_factor", low=1)
+        check_fields(self)
         if self.momentum is None and self.mu_dtype != "float32":
             raise self._error("mu_dtype", "can have no effect: Adafactor.momentum is None")
 
@@ -299,14 +292,14 @@ class Lion(Optimizer):
 
     random_lr: ClassVar[float] = 1e-4
 
-    b1: float = 0.9
+    b1: Annotated[float, Range(low=0, below=1)] = 0.9
     """Share of the momentum in the direction of a step."""
-    b2: float = 0.99
+    b2: Annotated[float, Range(low=0, below=1)] = 0.99
     """Share of it that stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "b1", "b2", low=0, below=1)
+        check_fields(self)
 
     def rule(self, num_updates: int) -> optax.GradientTransformation:
         rate = self.rate(num_updates)

@@ -1,12 +1,24 @@
 """Errors: owner, exit code, standard base class, text."""
 
+import dataclasses
 import pickle
 import sys
+from typing import Annotated
 
 import pytest
 
 from rolljax import errors
-from rolljax.errors import ConfigError, EnvError, HangError, RolljaxError, SamplerError, boundary, needed
+from rolljax.errors import (
+    Checked,
+    ConfigError,
+    EnvError,
+    HangError,
+    Range,
+    RolljaxError,
+    SamplerError,
+    boundary,
+    needed,
+)
 
 LEAVES = RolljaxError.__subclasses__()
 
@@ -55,6 +67,36 @@ def test_config_error_keeps_its_first_origin():
 def test_config_error_pickles_with_its_parts():
     error = ConfigError("is odd", setting="A.b", value=3, remedy="even it", where="a.gin:1")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape(Checked):
+    size: Annotated[int, Range(low=1, high=8)] = 4
+    share: Annotated[float | None, Range(above=0, below=1, remedy="0.5 is usual")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(Shape):
+    """A default of its own keeps the range, a range of its own replaces it."""
+
+    size: Annotated[int, Range(low=1, high=16)] = 16
+    share: float | None = 0.5
+
+
+@pytest.mark.parametrize(
+    "cls, settings, said",
+    [
+        (Shape, {"size": 9}, "Shape.size must be at least 1 and at most 8\n  value: 9"),
+        (Shape, {"share": 1.0}, "Shape.share must be more than 0 and less than 1\n  value: 1.0\n  fix:   0.5 is usual"),
+        (Wider, {"size": 17}, "Wider.size must be at least 1 and at most 16\n  value: 17"),
+        (Wider, {"share": 0.0}, "Wider.share must be more than 0 and less than 1\n  value: 0.0\n  fix:   0.5 is usual"),
+    ],
+)
+def test_a_range_at_a_field_is_checked(cls, settings, said):
+    assert (Shape(share=None), Wider(size=9)) == (Shape(), Wider(9))
+    with pytest.raises(ConfigError) as e:
+        cls(**settings)
+    assert str(e.value) == said
 
 
 def test_boundary_gives_foreign_exceptions_an_owner():

@@ -193,6 +193,21 @@ def test_no_modules_import_each_other_in_a_circle():
         edges = {module: found for module, found in edges.items() if module not in free}
 
 
+def test_every_class_that_declares_a_range_checks_it():
+    def texts(cls):
+        yield from map(ast.unparse, cls.bases)
+        yield from (ast.unparse(node) for node in cls.body if isinstance(node, ast.FunctionDef))
+
+    declared = [
+        (name_of(f), cls.name, any(text == "Checked" or "check_fields(self)" in text for text in texts(cls)))
+        for f in FILES
+        for cls in nodes(f)
+        if isinstance(cls, ast.ClassDef)
+        if any(isinstance(m, ast.AnnAssign) and "Range(" in ast.unparse(m.annotation) for m in cls.body)
+    ]
+    assert len(declared) > 50 and [found for found in declared if not found[2]] == []
+
+
 def test_one_module_installs_signal_handlers():
     """Besides programs that start as children and reset what they inherit."""
     children = ("sandbox/", "envs/pool/fork_server.py", "envs/bounded.py", "recipes/terminal_bench/inside.py")

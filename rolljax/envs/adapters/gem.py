@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool.episode_runner import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, Range, boundary, check_fields
 from rolljax.types import Message, Task
 
 
@@ -29,7 +29,7 @@ class Gem(EnvSpec):
     """Function that makes the object; `gem.make` is that of the package gem-llm."""
     success_reward: float = 1.0
     """An episode whose last reward is at least this is solved."""
-    max_turns: int = 30
+    max_turns: Annotated[int, Range(low=1)] = 30
     """The episode is cut after as many."""
     seed: int = 0
     """Seed of the tasks; task i is `reset` with a seed derived from this seed and i."""
@@ -44,7 +44,7 @@ class Gem(EnvSpec):
                 value=self.id,
                 remedy="the environment rg:FAMILY" if self.id.startswith("rg:") else "the environment code:FILE",
             )
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -9,12 +9,12 @@ import importlib
 import re
 import threading
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool.episode_runner import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, Range, boundary, check_fields
 from rolljax.types import Message, Task
 
 ACTIONS: Mapping[str, tuple[str, ...]] = {
@@ -59,13 +59,13 @@ class Gymnasium(EnvSpec):
     """Keyword arguments of `gymnasium.make` (`{'is_slippery': False}`)."""
     reward: Literal["env", "success"] = "env"
     """`env` is the environment's own, step by step; `success` is 1 for a solved task and 0 for all else."""
-    max_turns: int = 32
+    max_turns: Annotated[int, Range(low=1)] = 32
     """Actions before the episode is cut."""
     seed: int = 0
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
         if self.reward not in ("env", "success"):
             raise ConfigError("is neither env nor success", setting="Gymnasium.reward", value=self.reward)
         _shape(self.id, self._key)

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool.episode_runner import flag, number, table
 from rolljax.envs.text import read_json
-from rolljax.errors import ConfigError, EnvError, InfraError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, InfraError, Range, boundary, check_fields
 from rolljax.types import Message, Task
 
 MAX_FRAME_BYTES = 2**22
@@ -40,7 +40,7 @@ class OpenEnv(EnvSpec):
     `message`, `text`, `prompt`, `observation`, `result`, `output`, else all of it as JSON."""
     success_reward: float = 1.0
     """An episode whose last reward is at least this is solved, where the server's metadata do not say."""
-    max_turns: int = 16
+    max_turns: Annotated[int, Range(low=1)] = 16
     """Actions before the episode is cut."""
     seed: int = 0
     """Seed of the first task."""
@@ -51,7 +51,7 @@ class OpenEnv(EnvSpec):
 
     def __post_init__(self) -> None:
         check_url(self.url, "OpenEnv.url")
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.gem import framed, step_result
 from rolljax.envs.adapters.openenv import bearer, check_url, refused
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.http_body import ACCEPTED, read_body, read_error
-from rolljax.errors import EnvError, InfraError, boundary, check_range, needed
+from rolljax.errors import EnvError, InfraError, Range, boundary, check_fields, needed
 from rolljax.types import Message, Task
 
 PATH = "/apis/v1/envs/gem/"
@@ -35,7 +35,7 @@ class Rock(EnvSpec):
     """Id of the environment on the server."""
     success_reward: float = 1.0
     """An episode whose last reward is at least this is solved, where the server's `info` has no `success`."""
-    max_turns: int = 30
+    max_turns: Annotated[int, Range(low=1)] = 30
     """Actions before the episode is cut."""
     seed: int = 0
     """Seed of the first task."""
@@ -46,7 +46,7 @@ class Rock(EnvSpec):
 
     def __post_init__(self) -> None:
         check_url(self.url, "Rock.url")
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

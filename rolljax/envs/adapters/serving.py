@@ -15,13 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from rolljax.concurrency import signals
 from rolljax.envs.base import NUM_INDICES, StepResult
 from rolljax.envs.catalog import make_spec, names, prefixes
 from rolljax.envs.pool import EnvPool, Episode, PoolConfig
-from rolljax.errors import ConfigError, EnvError, InfraError, RolljaxError, check_range
+from rolljax.errors import Checked, ConfigError, EnvError, InfraError, Range, RolljaxError
 from rolljax.types import Message
 
 TOKEN = "ROLLJAX_ENV_TOKEN"
@@ -31,21 +31,17 @@ _NAME = re.compile(r"[\w.]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class SessionLimits:
+class SessionLimits(Checked):
     """Limits of a server of environments, and its key."""
 
     token: str = ""
     """Bearer token of the server (empty: no token needed)."""
-    sessions: int = 64
+    sessions: Annotated[int, Range(low=1)] = 64
     """Maximum number of concurrent sessions."""
-    idle_s: float = 900.0
+    idle_s: Annotated[float, Range(above=0)] = 900.0
     """Seconds without a request after which a session is closed."""
     pool: PoolConfig = PoolConfig()
     """Settings of each environment's host pool."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "sessions", low=1)
-        check_range(self, "idle_s", above=0)
 
 
 class Full(InfraError):

@@ -12,14 +12,14 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.expressions import is_plain
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool.episode_runner import flag, number
 from rolljax.envs.text import read_json
-from rolljax.errors import ConfigError, EnvError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, Range, boundary, check_fields
 from rolljax.types import Message, Task
 
 SPLITS = {"retail": ("test", "train", "dev"), "airline": ("test",)}
@@ -54,7 +54,7 @@ class TauBench(EnvSpec):
     """Domain of the tasks: `retail` or `airline`."""
     split: str = "test"
     """Split of the domain's tasks, such as `test`."""
-    max_turns: int = 40
+    max_turns: Annotated[int, Range(low=1)] = 40
     """Messages of the policy before the episode is cut."""
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class TauBench(EnvSpec):
                 value=self.split,
                 remedy="; ".join(f"{d}: {', '.join(s)}" for d, s in SPLITS.items()),
             )
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

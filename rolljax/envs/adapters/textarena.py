@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool.episode_runner import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary, check_range
+from rolljax.errors import ConfigError, EnvError, Range, boundary, check_fields
 from rolljax.types import Message, Task
 
 GAMES = tuple(
@@ -46,7 +46,7 @@ class TextArena(EnvSpec):
     one of `GAMES`."""
     seed: int = 0
     """Seed of the tasks."""
-    max_turns: int = 30
+    max_turns: Annotated[int, Range(low=1)] = 30
     """The episode is cut after as many; games have limits of their own besides."""
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class TextArena(EnvSpec):
         if game not in GAMES:
             why = f"needs {NEEDS[game]}" if game in NEEDS else "is no game for one player that this adapter offers"
             raise ConfigError(why, setting="TextArena.id", value=self.id, remedy=f"one of {', '.join(GAMES)}")
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, unboxed
-from rolljax.errors import ConfigError, DataError, EnvError, check_range
+from rolljax.errors import ConfigError, DataError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MAX_EXPRESSION = 200
@@ -36,13 +37,13 @@ class Countdown(EnvSpec):
 
     runs = "inline"
 
-    count: int = 3
+    count: Annotated[int, Range(low=2, high=6)] = 3
     """Number of given numbers."""
-    largest: int = 9
+    largest: Annotated[int, Range(low=3, high=999)] = 9
     """Largest value of the given numbers."""
-    max_target: int = 99
+    max_target: Annotated[int, Range(low=10, high=10**6)] = 99
     """Largest possible target."""
-    max_turns: int = 1
+    max_turns: Annotated[int, Range(low=1)] = 1
     """Expressions before the episode is cut."""
     use_all: bool = False
     """Every number must be used."""
@@ -54,10 +55,7 @@ class Countdown(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "count", low=2, high=6)
-        check_range(self, "largest", low=3, high=999)
-        check_range(self, "max_target", low=10, high=10**6)
-        check_range(self, "max_turns", low=1)
+        check_fields(self)
         if not 0 <= self.format_reward * self.max_turns < 1:
             raise ConfigError(
                 "must be at least 0, and less than 1 over all turns",

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import random
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -30,9 +31,9 @@ class FrozenLake(EnvSpec):
 
     runs = "inline"
 
-    size: int = 4
+    size: Annotated[int, Range(low=2)] = 4
     """Cells of a side."""
-    frozen_prob: float = 0.8
+    frozen_prob: Annotated[float, Range(above=0, high=1)] = 0.8
     """Share of cells that are frozen, among lakes that can be crossed in `max_turns` moves."""
     max_turns: int = 8
     """Moves before the episode is cut."""
@@ -43,8 +44,7 @@ class FrozenLake(EnvSpec):
     (`reference_answer`: the move most likely to arrive in the turns left) may fail."""
 
     def __post_init__(self) -> None:
-        check_range(self, "size", low=2)
-        check_range(self, "frozen_prob", above=0, high=1)
+        check_fields(self)
         if self.max_turns < 2 * (self.size - 1):
             raise ConfigError(
                 f"is too few to cross a lake of {self.size} x {self.size}",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, number, unboxed
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 
@@ -24,7 +25,7 @@ class GuessNumber(EnvSpec):
 
     runs = "inline"
 
-    largest: int = 50
+    largest: Annotated[int, Range(low=2, high=10**8)] = 50
     """Number that the secret can be."""
     max_turns: int = 7
     """Guesses before the episode is cut."""
@@ -41,7 +42,7 @@ class GuessNumber(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "largest", low=2, high=10**8)
+        check_fields(self)
         if self.max_turns < self.largest.bit_length():
             raise ConfigError(
                 f"is too few to find a number of {self.largest}",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -50,7 +51,7 @@ class House(EnvSpec):
 
     goals: tuple[str, ...] = GOALS
     """Kinds of tasks, of place, cool, hot, clean."""
-    things: int = 4
+    things: Annotated[int, Range(low=1, high=len(THINGS))] = 4
     """Number of things in the house."""
     max_turns: int = 30
     """Actions before the episode is cut."""
@@ -60,7 +61,7 @@ class House(EnvSpec):
     def __post_init__(self) -> None:
         if not self.goals or set(self.goals) - set(GOALS):
             raise ConfigError(f"must be some of {', '.join(GOALS)}", setting="House.goals", value=self.goals)
-        check_range(self, "things", low=1, high=len(THINGS))
+        check_fields(self)
         if self.max_turns < LONGEST:
             raise ConfigError(
                 "is too few for the longest task",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -32,9 +33,9 @@ class KeyDoor(EnvSpec):
 
     runs = "inline"
 
-    doors: int = 1
+    doors: Annotated[int, Range(low=1, high=8)] = 1
     """Number of locked doors."""
-    room: int = 3
+    room: Annotated[int, Range(low=2, high=12)] = 3
     """Cells of a room's side."""
     max_turns: int = 20
     """Moves before the episode is cut; at least what the longest way takes."""
@@ -42,8 +43,7 @@ class KeyDoor(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "doors", low=1, high=8)
-        check_range(self, "room", low=2, high=12)
+        check_fields(self)
         longest = 2 * (self.room - 1) + 2 * self.doors * (2 * self.room - 1)
         if self.max_turns < longest:
             raise ConfigError(

@@ -8,10 +8,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, unboxed
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MAX_CODES = 10_000
@@ -32,9 +33,9 @@ class Mastermind(EnvSpec):
 
     length: int = 3
     """Digits of the code."""
-    digits: int = 6
+    digits: Annotated[int, Range(low=2, high=9)] = 6
     """The largest one."""
-    max_turns: int = 8
+    max_turns: Annotated[int, Range(low=1)] = 8
     """Guesses before the episode is cut."""
     boxed: bool = False
     r"""Read the code from `\boxed{}`."""
@@ -42,12 +43,11 @@ class Mastermind(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "digits", low=2, high=9)
+        check_fields(self)
         if self.length < 1 or self.digits**self.length > MAX_CODES:
             raise ConfigError(
                 f"must be at least 1, with at most {MAX_CODES} codes", setting="Mastermind.length", value=self.length
             )
-        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, DataError, EnvError, check_range
+from rolljax.errors import ConfigError, DataError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -37,13 +38,13 @@ class Sokoban(EnvSpec):
 
     runs = "inline"
 
-    size: int = 6
+    size: Annotated[int, Range(low=5, high=20)] = 6
     """Cells of a side, at least 5."""
     boxes: int = 1
     """Number of boxes in a room."""
-    wall_frac: float = 0.1
+    wall_frac: Annotated[float, Range(low=0, high=0.4)] = 0.1
     """Share of inner cells that are walls."""
-    distance: int = 2
+    distance: Annotated[int, Range(low=1)] = 2
     """Rows plus columns from the boxes to their nearest targets, together, at least: the larger, the less a random walk
     solves."""
     max_turns: int = 20
@@ -55,13 +56,11 @@ class Sokoban(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "size", low=5, high=20)
+        check_fields(self)
         if not 1 <= self.boxes <= (self.size - 2) ** 2 // 4:
             raise ConfigError(
                 f"must be 1 to {(self.size - 2) ** 2 // 4} in this room", setting="Sokoban.boxes", value=self.boxes
             )
-        check_range(self, "wall_frac", low=0, high=0.4)
-        check_range(self, "distance", low=1)
         if self.max_turns < self.distance + 1:
             raise ConfigError(
                 "is too few to push that far",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 
 Where = Literal["auto", "thread", "process", "ray"]
 
@@ -19,58 +19,52 @@ class PoolConfig:
     """`auto`: as the environment says (`EnvSpec.runs`). `thread`: in this process, whatever it says; a hang then costs
     a thread for good and a crash the run. `process`: in worker processes. `ray`: in Ray actors, on this and other
     hosts."""
-    workers: int = 0
+    workers: Annotated[int, Range(low=0)] = 0
     """Threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two processes
     for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for."""
-    io_threads: int = 1024
+    io_threads: Annotated[int, Range(low=1)] = 1024
     """Maximum number of threads for environments that wait for something outside (`runs = "thread"`). Further threads
     are started when calls occupy all existing ones."""
-    episodes_per_worker: int = 64
+    episodes_per_worker: Annotated[int, Range(low=1)] = 64
     """Maximum number of open episodes per worker process or actor; further episodes wait until one is closed. Episodes
     share their worker's fate: a hang or crash of one costs the rest a restart."""
-    max_crashes: int = 3
+    max_crashes: Annotated[int, Range(low=0)] = 3
     """A task whose episodes ended their worker this often is set aside: its further episodes fail at once, with a fault
     of the environment. From its first crash on its episodes have a worker to themselves. 0: never."""
-    worker_lifetime: int = 1000
+    worker_lifetime: Annotated[int, Range(low=1)] = 1000
     """A worker process or actor is replaced after this many episodes, and with it what they leaked."""
-    start_s: float = 120.0
+    start_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 120.0
     """Longest time in seconds that the start of a worker may take; time in a queue does not count."""
-    reset_s: float = 60.0
+    reset_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 60.0
     """Longest time in seconds that one `reset` call may take; time in a queue does not count."""
-    step_s: float = 30.0
+    step_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 30.0
     """Longest time in seconds that one `step` call may take, also applied to `reference_answer` and `rejected`; time in
     a queue does not count."""
-    close_s: float = 10.0
+    close_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 10.0
     """Longest time in seconds that one `close` call may take; time in a queue does not count."""
-    episode_s: float = 3600.0
+    episode_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 3600.0
     """Longest an episode may stay open, from the begin of its reset to its close, the policy's time included."""
-    max_observation_bytes: int = 262_144
+    max_observation_bytes: Annotated[int, Range(low=256)] = 262_144
     """Maximum size in bytes (as UTF-8) of an observation after one step; the middle of a longer one is cut out."""
     memory_gib: float = 0.0
     """Address space of a worker process, 0: no limit."""
-    max_fault_frac: float = 0.5
+    max_fault_frac: Annotated[float, Range(low=0, high=1)] = 0.5
     """Largest share of the last `fault_window` episodes that may be lost to the infrastructure; above it, no more
     episodes are opened. Episodes lost because of a neighbour in their worker do not count. 1: no limit."""
-    fault_window: int = 64
+    fault_window: Annotated[int, Range(low=1)] = 64
     """Newest episodes that `max_fault_frac` is a share of."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that workers get although their names look like secrets."""
     ray_address: str = ""
     """Address of a running Ray cluster; empty: the cluster that this process is connected to, otherwise a new one on
     this host."""
-    ray_cpus_per_worker: float = 1.0
+    ray_cpus_per_worker: Annotated[float, Range(low=0)] = 1.0
     """Number of CPUs that an actor requests from Ray."""
 
     def __post_init__(self) -> None:
         if self.where not in (choices := ("auto", "thread", "process", "ray")):
             raise ConfigError(f"is none of {', '.join(choices)}", setting="PoolConfig.where", value=self.where)
-        check_range(self, "workers", "max_crashes", "ray_cpus_per_worker", low=0)
-        check_range(self, "io_threads", "episodes_per_worker", "worker_lifetime", "fault_window", low=1)
-        check_range(
-            self, "start_s", "reset_s", "step_s", "close_s", "episode_s", above=0, high=1e7, remedy="in seconds"
-        )
-        check_range(self, "max_observation_bytes", low=256)
-        check_range(self, "max_fault_frac", low=0, high=1)
+        check_fields(self)
         if self.memory_gib < 0 or 0 < self.memory_gib < 0.25:
             raise ConfigError(
                 "is too little for a Python process",

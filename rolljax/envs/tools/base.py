@@ -14,11 +14,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.envs.text import MAX_DEPTH
 from rolljax.envs.tools.schema import problem_of
-from rolljax.errors import ConfigError, InfraError, check_range
+from rolljax.errors import ConfigError, InfraError, Range, check_fields
 
 Kind = Literal["ok", "unknown_tool", "bad_arguments", "exception", "timeout", "limit", "unparsed"]
 
@@ -31,23 +31,21 @@ class ToolError(Exception):
 class ToolLimits:
     """Limits of tool calls."""
 
-    calls_per_turn: int = 4
+    calls_per_turn: Annotated[int, Range(low=1)] = 4
     """Maximum number of tool calls in one turn; further calls are not run."""
-    calls_per_episode: int = 5
+    calls_per_episode: Annotated[int, Range(low=1)] = 5
     """Maximum number of tool calls in one episode; further calls are not run."""
-    shown_bytes: int = 16 * 1024
+    shown_bytes: Annotated[int, Range(low=64)] = 16 * 1024
     """Maximum number of bytes of a result that the policy sees; the middle of a longer result is left out."""
     kept_bytes: int = 1024 * 1024
     """Maximum number of bytes of a result that are recorded."""
-    call_s: float = 5.0
+    call_s: Annotated[float, Range(above=0)] = 5.0
     """Longest one call may take; all calls of an answer must fit into `PoolConfig.step_s`."""
-    concurrency: int = 64
+    concurrency: Annotated[int, Range(low=1)] = 64
     """Maximum number of concurrent calls to one server, in this process."""
 
     def __post_init__(self) -> None:
-        check_range(self, "calls_per_turn", "calls_per_episode", "concurrency", low=1)
-        check_range(self, "shown_bytes", low=64)
-        check_range(self, "call_s", above=0)
+        check_fields(self)
         if self.kept_bytes < self.shown_bytes:
             raise ConfigError(
                 "is less than the limit of a result for the policy",

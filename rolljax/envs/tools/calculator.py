@@ -8,14 +8,14 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, PureEnv, Runs, StepResult
 from rolljax.envs.tools.base import ToolError, ToolLimits, ToolResult, Tools
 from rolljax.envs.tools.env import ToolEnv
 from rolljax.envs.tools.functions import PythonTools
 from rolljax.envs.tools.mcp_client import McpTools
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Message, Task
 
 MAX_CHARS = 256
@@ -76,9 +76,9 @@ class Arithmetic(EnvSpec):
 
     runs = "inline"
 
-    digits: int = 4
+    digits: Annotated[int, Range(low=2, high=12)] = 4
     """Maximum number of digits of each number; at least 2."""
-    terms: int = 2
+    terms: Annotated[int, Range(low=2, high=12)] = 2
     """Numbers in a question."""
     operators: str = "+-*"
     """Operators that may stand between the numbers."""
@@ -86,7 +86,7 @@ class Arithmetic(EnvSpec):
     """Seed of the tasks."""
 
     def __post_init__(self) -> None:
-        check_range(self, "digits", "terms", low=2, high=12)
+        check_fields(self)
         if not self.operators or set(self.operators) - set("+-*"):
             raise ConfigError("must be of + - *", setting=f"{type(self).__name__}.operators", value=self.operators)
 

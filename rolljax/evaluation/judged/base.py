@@ -6,12 +6,12 @@ import abc
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from rolljax.chat_models.base import ChatModelConfig
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import Checked, ConfigError, DataError, Range, check_fields
 from rolljax.evaluation.judged.items import Item, ItemRecord, read_records
 from rolljax.evaluation.report import Estimate, estimate, table
 from rolljax.evaluation.settings import Attempts
@@ -97,23 +97,19 @@ class JudgedReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgedBenchmark(abc.ABC):
+class JudgedBenchmark(Checked, abc.ABC):
     """Items, and the questions about answers to them. Subclasses are frozen dataclasses with further settings."""
 
     needs_judge: ClassVar[bool] = True
 
     path: str = ""
     """Path of the items: JSON Lines, JSON, Parquet, Arrow or CSV."""
-    samples: int = 1
+    samples: Annotated[int, Range(low=1)] = 1
     """Answers to each item."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the answers."""
-    max_answer_tok: int = 2048
+    max_answer_tok: Annotated[int, Range(low=1)] = 2048
     """Maximum number of tokens in one answer."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "samples", "max_answer_tok", low=1)
-        check_range(self, "temperature", low=0)
 
     @property
     @abc.abstractmethod
@@ -166,26 +162,23 @@ class JudgedEvaluation:
     """Benchmark that defines the items, the questions and the tables."""
     judges: tuple[ChatModelConfig, ...] = ()
     """Chat models that are asked; several vote."""
-    votes: int = 1
+    votes: Annotated[int, Range(low=1)] = 1
     """Verdicts of each judge; more than one with a temperature only."""
-    judge_temperature: float = 0.0
+    judge_temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the judges."""
-    judge_max_tok: int = 512
+    judge_max_tok: Annotated[int, Range(low=1)] = 512
     """Maximum number of tokens in a judge's answer."""
     seed: int = 0
     """Seed of the answers, verdicts and intervals."""
-    confidence: float = 0.95
+    confidence: Annotated[float, Range(above=0, below=1)] = 0.95
     """Confidence level of the intervals."""
-    resamples: int = 10_000
+    resamples: Annotated[int, Range(low=100)] = 10_000
     """Number of bootstrap resamples for the intervals."""
-    concurrency: int = 64
+    concurrency: Annotated[int, Range(low=1)] = 64
     """Maximum number of answers in progress at a time."""
 
     def __post_init__(self) -> None:
-        check_range(self, "votes", "judge_max_tok", "concurrency", low=1)
-        check_range(self, "judge_temperature", low=0)
-        check_range(self, "confidence", above=0, below=1)
-        check_range(self, "resamples", low=100)
+        check_fields(self)
         if self.votes > 1 and not self.judge_temperature:
             raise ConfigError(
                 "gives the same verdict again at temperature 0",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from rolljax.envs.text import split_thinking
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import ConfigError, DataError, Range, check_fields
 from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
 from rolljax.evaluation.judged.items import Item
 from rolljax.evaluation.statistics import resampled_means, wilson
@@ -70,12 +70,12 @@ class Bsa(JudgedBenchmark):
     counts: Mapping[str, int] = dataclasses.field(default_factory=lambda: dict(COUNTS))
     """Items of each scenario, whose numbers are the denominators of all shares; the file must hold exactly that many,
     so that no missing row goes unseen."""
-    alpha: float = metrics.ALPHA
+    alpha: Annotated[float, Range(low=0, high=1)] = metrics.ALPHA
     """Weight of thinking in F."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "alpha", low=0, high=1)
+        check_fields(self)
         if self.samples > 1 and not self.temperature:
             raise ConfigError(
                 "gives the same answer again", setting="Bsa.temperature", value=0, remedy="0.6, or samples = 1"

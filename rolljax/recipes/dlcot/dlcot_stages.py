@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
 from rolljax.data.judge import VerdictStage
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import ConfigError, DataError, Range, check_fields
 from rolljax.judging.prompts import filled
 from rolljax.judging.verdict import last_object
 from rolljax.recipes.dlcot import dlcot
@@ -80,7 +80,7 @@ class Deconstruct(VerdictStage):
     """Column of the answer."""
     trace_key: str = "trace"
     """Column of the trace."""
-    least: float = 0.95
+    least: Annotated[float, Range(above=0, high=1)] = 0.95
     """Jaccard similarity of a proposal."""
     tries: int = 10
     temperature: float = 0.8
@@ -88,7 +88,7 @@ class Deconstruct(VerdictStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "least", above=0, high=1)
+        check_fields(self)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         async def work(record: Record) -> Trace | str:
@@ -222,7 +222,7 @@ class Rewrite(VerdictStage):
 
     column: str = "trace"
     """Column of the text to repair."""
-    tolerance: float = 0.05
+    tolerance: Annotated[float, Range(low=0, high=1)] = 0.05
     """Largest edit distance, as a share of the text."""
     keep_unmended: bool = False
     """Whether to keep the pruned text if no answer is accepted and the pruned text ends with the trace's answer; the
@@ -231,7 +231,7 @@ class Rewrite(VerdictStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "tolerance", low=0, high=1)
+        check_fields(self)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         async def mend(record: Record) -> str | None:

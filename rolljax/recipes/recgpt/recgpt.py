@@ -13,12 +13,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from rolljax.envs.text import split_thinking
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import ConfigError, DataError, Range, check_fields
 from rolljax.evaluation.judged.base import Ask, Judged, JudgedBenchmark, JudgedEvaluation, JudgedReport, JudgedTable
 from rolljax.evaluation.judged.items import Item, ItemRecord
 from rolljax.judging.prompts import filled, question_about
@@ -81,9 +81,9 @@ class RecGpt(JudgedBenchmark):
     max_answer_tok: int = 512
     catalogue: str = ""
     """A file of items: `id`, `category` (its leaf), `tags` (a list), `users` (how many had it before)."""
-    k: int = 30
+    k: Annotated[int, Range(low=1)] = 30
     """Items that are shown."""
-    most_tags: int = 10
+    most_tags: Annotated[int, Range(low=1, high=MAX_TAGS)] = 10
     """Maximum number of tags read from an answer."""
     rubric: bool = True
     """Whether judges rate the tags: an answer passes if all of `RUBRIC` is true."""
@@ -92,8 +92,7 @@ class RecGpt(JudgedBenchmark):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "k", low=1)
-        check_range(self, "most_tags", low=1, high=MAX_TAGS)
+        check_fields(self)
         if "{history}" not in self.prompt:
             raise ConfigError("lacks {history}", setting="RecGpt.prompt", value=self.prompt, remedy="add {history}")
         if self.samples != 1:

@@ -6,10 +6,11 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 _TASK = re.compile(r"chain (?P<chain>[0-9]+) (?P<keys>[a-z]+) walk [0-9]+")
@@ -27,11 +28,11 @@ class KeyDoorChain(EnvSpec):
 
     runs = "inline"
 
-    length: int = 8
+    length: Annotated[int, Range(low=1, high=1000)] = 8
     """Doors of a chain."""
-    actions: int = 4
+    actions: Annotated[int, Range(low=2, high=26)] = 4
     """Number of different keys."""
-    num_tasks: int = 4
+    num_tasks: Annotated[int, Range(low=1, high=10**6)] = 4
     """Different chains. Walks of one chain are different tasks with the same doors: a held-out walk shows whether the
     way was found, not whether it carries over to other doors."""
     max_turns: int = 8
@@ -40,9 +41,7 @@ class KeyDoorChain(EnvSpec):
     """Seed of the chains."""
 
     def __post_init__(self) -> None:
-        check_range(self, "length", low=1, high=1000)
-        check_range(self, "actions", low=2, high=26)
-        check_range(self, "num_tasks", low=1, high=10**6)
+        check_fields(self)
         if self.max_turns < self.length:
             raise ConfigError(
                 f"is too few for {self.length} doors",

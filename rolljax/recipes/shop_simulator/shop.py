@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, PureEnv, StepResult
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range
 from rolljax.recipes.shop_simulator import shopper
 from rolljax.recipes.shop_simulator.pages import PageView, ShopPages, Shown, Style, parse
 from rolljax.recipes.shop_simulator.products import (
@@ -120,7 +120,7 @@ class Shop(EnvSpec):
             "refusals": (0, 100),
         }
         for name, (low, high) in bounds.items():
-            check_range(self, name, low=low, high=high, remedy="the range depends on the other settings")
+            Range(low=low, high=high, remedy="the range depends on the other settings").check(self, name)
         if self.max_turns < self.turns_needed:
             raise ConfigError(
                 "is too few to look at all products of a family",

@@ -13,12 +13,12 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.data.attempts import rates, rewards_of
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.judge import VerdictStage
-from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.errors import Checked, ConfigError, DataError, Range, check_fields
 from rolljax.judging.verdict import last_object
 
 OTHER = "Other"
@@ -51,22 +51,20 @@ class Taxonomy(VerdictStage):
 
     intents: tuple[str, ...] = ()
     """Known beforehand; empty: they are induced."""
-    most: int = 30
+    most: Annotated[int, Range(low=1)] = 30
     """Intents in all."""
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
-    samples: int = 40
+    samples: Annotated[int, Range(low=1)] = 40
     """Texts that are shown for naming."""
-    other_frac: float = 0.1
+    other_frac: Annotated[float, Range(low=0, high=1)] = 0.1
     """Share of Other from which on the taxonomy is extended."""
-    rounds: int = 2
+    rounds: Annotated[int, Range(low=0)] = 2
     """Maximum number of times the taxonomy is extended."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "most", "samples", low=1)
-        check_range(self, "rounds", low=0)
-        check_range(self, "other_frac", low=0, high=1)
+        check_fields(self)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         intents = list(self.intents)
@@ -180,19 +178,19 @@ class Learnability(Stage):
     Reads the column `attempts` (`attempts.SampleAttempts`).
     """
 
-    trivial: float = 0.9
+    trivial: Annotated[float, Range(low=0, high=1)] = 0.9
     """A mean from which on nothing is left to learn."""
-    noise: float = 0.05
+    noise: Annotated[float, Range(low=0, high=1)] = 0.05
     """A mean up to which nothing can be learned, or the task is broken."""
-    certain_mu: float = 0.75
+    certain_mu: Annotated[float, Range(low=0, high=1)] = 0.75
     """Lowest mean reward at which a task goes to SFT (if its deviation is at most `certain_sigma`)."""
-    certain_sigma: float = 0.45
+    certain_sigma: Annotated[float, Range(low=0, high=1)] = 0.45
     """Highest standard deviation of the reward at which a task goes to SFT (if its mean is at least `certain_mu`)."""
     keep_attempts: bool = True
     """Leave them in the record, for `rejection.RejectionSampling`."""
 
     def __post_init__(self) -> None:
-        check_range(self, "trivial", "noise", "certain_mu", "certain_sigma", low=0, high=1)
+        check_fields(self)
         if self.noise >= self.trivial:
             raise ConfigError("is not below Learnability.trivial", setting="Learnability.noise", value=self.noise)
 
@@ -218,18 +216,15 @@ class Learnability(Stage):
 
 
 @dataclasses.dataclass(frozen=True)
-class RareTools(Stage):
+class RareTools(Checked, Stage):
     """Repeat records whose combination of tools is rare, so that it is seen more often."""
 
     key: str = "tools"
     """A column with the list of tools that a record's conversation uses."""
-    target: int | None = None
+    target: Annotated[int | None, Range(low=1)] = None
     """Records of each combination in the output; None: as many as the median combination."""
-    most: int = 4
+    most: Annotated[int, Range(low=1)] = 4
     """Maximum number of copies of a record."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "target", "most", low=1)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         counts = collections.Counter(self._combination(record) for record in source)

@@ -8,11 +8,11 @@ import functools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, PureEnv, StepResult
 from rolljax.envs.tools import ToolEnv, ToolLimits, ToolResult, ToolSet
-from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.errors import ConfigError, EnvError, Range, check_fields
 from rolljax.recipes.stagent.itinerary import Itinerary, Stop, Wanted, check, made_up, read, to_text, way_km
 from rolljax.recipes.stagent.travel_tools import desk_tools
 from rolljax.recipes.stagent.travel_world import (
@@ -50,9 +50,9 @@ class TravelDesk(EnvSpec):
 
     num_cities: int = 5
     """Number of cities."""
-    num_pois: int = 24
+    num_pois: Annotated[int, Range(low=20, high=100)] = 24
     """Number of places in each city."""
-    num_stops: int = 3
+    num_stops: Annotated[int, Range(low=1, high=4)] = 3
     """Themes that a request names."""
     reward: Literal["share", "strict"] = "share"
     """`share`, the share of wanted themes that is visited times the share of the other constraints that holds, or
@@ -61,9 +61,8 @@ class TravelDesk(EnvSpec):
     """Seed of the world and the requests."""
 
     def __post_init__(self) -> None:
-        check_range(self, "num_cities", low=2, high=MAX_CITIES)
-        check_range(self, "num_pois", low=20, high=100)
-        check_range(self, "num_stops", low=1, high=4)
+        Range(low=2, high=MAX_CITIES).check(self, "num_cities")
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -8,10 +8,10 @@ import difflib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.errors import ConfigError, DataError, EnvError, InfraError, check_range
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, Range, check_fields
 from rolljax.recipes.terminal_bench.actions import FINISH, parse_action
 from rolljax.recipes.terminal_bench.dockerfile import Put
 from rolljax.recipes.terminal_bench.grading import Grade, Left, build, enter, grade, leave, list_files
@@ -40,16 +40,16 @@ class TerminalTasks(EnvSpec):
 
     only: tuple[str, ...] = ()
     """Names of the tasks to use; empty: all."""
-    max_turns: int = 30
+    max_turns: Annotated[int, Range(above=0)] = 30
     """Commands before the episode is cut."""
-    command_timeout_s: float = 10.0
+    command_timeout_s: Annotated[float, Range(above=0)] = 10.0
     """Longest run of one command; the policy gets a note, and the episode continues."""
-    test_timeout_s: float = 10.0
+    test_timeout_s: Annotated[float, Range(above=0)] = 10.0
     """Longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
     sandbox, must stay below `PoolConfig.step_s`."""
-    max_output_chars: int = 2000
+    max_output_chars: Annotated[int, Range(above=0)] = 2000
     """Characters of a command's output that are shown, from its start and its end."""
-    max_answer_chars: int = 16_384
+    max_answer_chars: Annotated[int, Range(above=0)] = 16_384
     """Longest answer that is taken for a command."""
     max_repeats: int = 3
     """The episode is cut when one command gave one result this many times in a row; 0: never."""
@@ -59,8 +59,7 @@ class TerminalTasks(EnvSpec):
     runs = "thread"
 
     def __post_init__(self) -> None:
-        check_range(self, "max_turns", "command_timeout_s", "test_timeout_s", above=0)
-        check_range(self, "max_output_chars", "max_answer_chars", above=0)
+        check_fields(self)
         if self.max_repeats < 0 or self.max_repeats == 1:
             raise ConfigError(
                 "cannot be kept to",

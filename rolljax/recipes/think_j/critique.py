@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 from rolljax.envs.text import after_thinking
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.judging.prompts import quoted
 from rolljax.judging.verdict import Unreadable
 from rolljax.recipes.think_j import verdicts
@@ -35,7 +36,7 @@ class Critique(PairJudge):
 
     verdict: Form = "strength"
     """Form of the judge's verdict."""
-    strength: int = 3
+    strength: Annotated[int, Range(low=min(verdicts.STRENGTHS), high=max(verdicts.STRENGTHS))] = 3
     """Margin by which the policy's answer must be better for the full reward, 1 to 3."""
     _: dataclasses.KW_ONLY
     part: str = "critique"
@@ -44,7 +45,7 @@ class Critique(PairJudge):
     def __post_init__(self) -> None:
         super().__post_init__()
         verdicts.check_form(self.verdict, "Critique.verdict")
-        check_range(self, "strength", low=min(verdicts.STRENGTHS), high=max(verdicts.STRENGTHS))
+        check_fields(self)
 
     def text(self, mark: str, question: str, a: str, b: str) -> str:
         asked = f"Question:\n{quoted(mark, question)}\n\nResponse (a):\n{a}\n\nResponse (b):\n{b}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Annotated
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.recipes.think_j import verdicts
 from rolljax.recipes.think_j.judging import JudgeQuestion, Judging, PreferencePair
 from rolljax.recipes.think_j.verdicts import Form, Side, Verdict, Wording
@@ -26,25 +27,23 @@ class DigitSums(Judging):
     thinks: it writes both sums, then the verdict. Reward: that of the verdict's form (`verdicts`).
     """
 
-    digits: int = 2
+    digits: Annotated[int, Range(low=2, high=9)] = 2
     """Number of digits of each number."""
     verdict: Form = "strength"
     """Form of the verdict: plain, strength or scores."""
     brief: bool = True
     """Prompts like `38 41` and verdicts like `a2`, for models of a few thousand parameters; else the sentences of every
     judging environment."""
-    critic_frac: float = 0.0
+    critic_frac: Annotated[float, Range(low=0, high=1)] = 0.0
     """Share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts that lead
     there: this trains a critic. The thoughts of a reference critic with the wrong label exchange the sums."""
-    num_pairs: int = 0
+    num_pairs: Annotated[int, Range(low=0)] = 0
     """Pairs in all; 0: no limit."""
     seed: int = 0
     """Seed of the pairs and their order."""
 
     def __post_init__(self) -> None:
-        check_range(self, "digits", low=2, high=9)
-        check_range(self, "critic_frac", low=0, high=1)
-        check_range(self, "num_pairs", low=0)
+        check_fields(self)
         verdicts.check_form(self.verdict, "DigitSums.verdict")
 
     @property

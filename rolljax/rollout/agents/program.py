@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Annotated
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +23,16 @@ class AgentProgram:
     temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`."""
     reuse: bool = False
     """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
-    concurrency: int = 8
+    concurrency: Annotated[int, Range(low=1)] = 8
     """Programs at a time."""
-    deadline_s: float = 300.0
+    deadline_s: Annotated[float, Range(above=0)] = 300.0
     """Longest time of an episode; while the sampler answers the clock stands still."""
-    max_calls: int = 16
+    max_calls: Annotated[int, Range(low=1)] = 16
     """Calls of the model in an episode."""
-    max_restarts: int = 2
+    max_restarts: Annotated[int, Range(low=0)] = 2
     """Maximum number of times that an episode may start a conversation that does not continue an earlier one. Each is a
     separate sequence to the trainer, which must have room for it."""
-    output_bytes: int = 2**20
+    output_bytes: Annotated[int, Range(low=1024)] = 2**20
     """Maximum number of bytes that the program may print in an episode."""
 
     def __post_init__(self) -> None:
@@ -49,7 +50,4 @@ class AgentProgram:
                 value=self.sandbox,
                 remedy="read the program; then set AgentProgram.sandbox = 'none'",
             )
-        check_range(self, "concurrency", "max_calls", low=1)
-        check_range(self, "deadline_s", above=0)
-        check_range(self, "output_bytes", low=1024)
-        check_range(self, "max_restarts", low=0)
+        check_fields(self)

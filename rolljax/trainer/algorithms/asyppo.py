@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import AlgorithmState, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
@@ -32,9 +32,9 @@ class AsyPpo(Ppo):
     critic: Critic = Critic(num=2, epochs=4, first=True)
     value_lam: float | None = 1.0
     whiten: bool = False
-    mask_frac: float = 0.2
+    mask_frac: Annotated[float, Range(low=0, below=1, remedy="0.2 is the paper's")] = 0.2
     """Share of tokens, those on which critics agree most, without a surrogate."""
-    entropy_mask_frac: float = 0.2
+    entropy_mask_frac: Annotated[float, Range(low=0, below=1, remedy="0.2 is the paper's")] = 0.2
     """Share of tokens, those on which they disagree most, without an entropy bonus."""
     entropy_coef: float = 0.01
     aggregation: Aggregation = "seq-mean-token-mean"
@@ -66,7 +66,7 @@ class AsyPpo(Ppo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "mask_frac", "entropy_mask_frac", low=0, below=1, remedy="0.2 is the paper's")
+        check_fields(self)
         if self.critic.num < 2:
             raise self.refuse("critic", "has one critic: there is no other to disagree with", "set Critic.num = 2")
         if self.critic.shard == "all":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer.algorithms.base import AlgorithmState, Needs, Setup
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
@@ -31,9 +31,9 @@ class AttentionRhythm(Grpo):
     """Choice of the tokens whose advantages are amplified. local: where attention shows planning (jumps of the windowed
     span); global: where it shows influence on later tokens; coupled: both, and the influence of tokens that follow from
     a plan is shared with the plan."""
-    amplify: float = 1.5
+    amplify: Annotated[float, Range(low=1, remedy="1.5 is the paper's; 1 is plain GRPO")] = 1.5
     """The factor; 1 is plain GRPO."""
-    top: float = 0.4
+    top: Annotated[float, Range(above=0, high=1, remedy="0.4 is the paper's")] = 0.4
     """Share of each answer's tokens."""
     pick: Pick = "top"
     """Amplify that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere."""
@@ -78,8 +78,7 @@ class AttentionRhythm(Grpo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "amplify", low=1, remedy="1.5 is the paper's; 1 is plain GRPO")
-        check_range(self, "top", above=0, high=1, remedy="0.4 is the paper's")
+        check_fields(self)
 
     def check(self, setup: Setup) -> list[str]:
         if self.rhythm != "coupled" and (self.share, self.lookback) != (0.5, 2):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range
 from rolljax.trainer.algorithms.base import Algorithm, Setup, refusal
 from rolljax.trainer.kl import KlReward
 
@@ -22,7 +22,7 @@ CUT_SAMPLING = "the distribution that is sampled from, from which tokens are cut
 def check_clips(settings: object, clip_low: float | None, *names: str) -> None:
     """Check that the ratio clips, fields `names` of `settings`, are positive or None, and that `clip_low` is below
     1."""
-    check_range(settings, *names, above=0, remedy="give a positive number, or None for none")
+    Range(above=0, remedy="give a positive number, or None for none").check(settings, *names)
     if clip_low is not None and clip_low >= 1:
         raise refusal(settings, "clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import Checked, ConfigError, Range
 from rolljax.trainer.algorithms.base import DivergenceTerm, Needs, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import TokenBatch
@@ -15,7 +15,7 @@ from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Distill(Sft):
+class Distill(Checked, Sft):
     """Knowledge distillation (Hinton et al., arXiv 1503.02531): cross-entropy of the reference tokens plus `coef` times
     a divergence from the teacher's distribution at each of them."""
 
@@ -23,15 +23,15 @@ class Distill(Sft):
     """A local Hugging Face folder with the same tokenizer."""
     divergence: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
     """Forward, reverse, js, skewed (by `alpha`) or adaptive."""
-    coef: float = 0.5
+    coef: Annotated[float, Range(above=0, remedy="without a teacher use sft.Sft")] = 0.5
     """Weight of the divergence."""
-    cross_entropy: float = 1.0
+    cross_entropy: Annotated[float, Range(low=0, remedy="0 switches it off")] = 1.0
     """Weight of the first part."""
-    tau: float = 1.0
+    tau: Annotated[float, Range(above=0, remedy="without a teacher use sft.Sft")] = 1.0
     """Temperature of both, the result times tau^2."""
-    alpha: float = 0.1
+    alpha: Annotated[float, Range(above=0, below=1, remedy="0.1 is usual")] = 0.1
     """Share of the teacher in the mixture of the `skewed` divergence."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(low=0, remedy="0 switches it off")] = 0
     """Only the teacher's most likely tokens (0: all), the rest as one bucket or renormalised away."""
     remainder: Literal["bucket", "renormalise"] = "bucket"
     """Treatment of the tokens that `top_k` leaves out: `bucket` counts them as one token, `renormalise` ignores
@@ -55,11 +55,6 @@ class Distill(Sft):
         weight = 1.0 if batch.weights is None else batch.weights
         loss = weight * (self.coef * policy.divergence - self.cross_entropy * policy.logp)
         return TokenLoss(loss, {"distill/divergence_nat": policy.divergence, "distill/ce_nat": -policy.logp})
-
-    def __post_init__(self) -> None:
-        check_range(self, "coef", "tau", above=0, remedy="without a teacher use sft.Sft")
-        check_range(self, "cross_entropy", "top_k", low=0, remedy="0 switches it off")
-        check_range(self, "alpha", above=0, below=1, remedy="0.1 is usual")
 
     def check(self, setup: Setup) -> list[str]:
         if not self.teacher:

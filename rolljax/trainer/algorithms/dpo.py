@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import (
@@ -70,9 +70,9 @@ class Dpo(Algorithm):
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     """Sigmoid (DPO), ipo (arXiv 2310.12036), or simpo (arXiv 2405.14734: no reference, mean log-probs, `margin`)."""
-    beta: float = 0.1
+    beta: Annotated[float, Range(above=0, remedy="0.1 is usual (2 for simpo)")] = 0.1
     """Strength of the pull to the reference: the smaller, the farther the policy may go for a preference."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(low=0, below=0.5, remedy="at 0.5 a label says nothing")] = 0.0
     """Share of labels taken to be wrong (cDPO)."""
     margin: float = 0.0
     """Margin by which the better answer's score should be higher, for the loss simpo."""
@@ -126,8 +126,7 @@ class Dpo(Algorithm):
         )
 
     def __post_init__(self) -> None:
-        check_range(self, "beta", above=0, remedy="0.1 is usual (2 for simpo)")
-        check_range(self, "label_smoothing", low=0, below=0.5, remedy="at 0.5 a label says nothing")
+        check_fields(self)
         if self.label_smoothing and self.loss != "sigmoid":
             raise self.refuse(
                 "label_smoothing", f"can have no effect with loss = {self.loss!r}", "set loss = 'sigmoid'"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import AlgorithmState, Setup
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
@@ -63,14 +63,14 @@ class Ipa(PolicyGradient):
         "entropy_coef": Stated(0.0, f"{ROLL}, entropy_loss_coef"),
     }
 
-    gamma: float = 0.95
+    gamma: Annotated[float, Range(low=0, high=1, remedy="0.95 is the paper's")] = 0.95
     """Discount of a turn."""
     failure: float = 0.0
     """Outcome of an episode whose reward is not positive. 0: only successes teach. Below 0 there is no baseline against
     it: where most episodes fail, whatever they have in common is unlearned, the form of answers first."""
-    imitation: float = 0.1
+    imitation: Annotated[float, Range(low=0, remedy="0 leaves these turns out")] = 0.1
     """Weight of an expert's turns."""
-    fresh: float = 1.0
+    fresh: Annotated[float, Range(low=0, remedy="0 leaves these turns out")] = 1.0
     """Weight of the policy's own."""
     anchor: Literal["behaviour", "proximal"] = "proximal"
     correction: Correction | None = Correction(level="turn", weight_cap=None, ratio_band=(0.0, 5.0))
@@ -112,10 +112,9 @@ class Ipa(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "gamma", low=0, high=1, remedy="0.95 is the paper's")
+        check_fields(self)
         if self.failure > 0:
             raise self.refuse("failure", "would reward failed episodes", "0 to learn from successes only, or -1")
-        check_range(self, "imitation", "fresh", low=0, remedy="0 leaves these turns out")
 
     def check(self, setup: Setup) -> list[str]:
         if setup.max_turns == 1:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
@@ -27,7 +27,7 @@ class Kimi(NormalisedReward, PolicyGradient):
     std: Std = "none"
     square: Literal["sequence", "token"] = "sequence"
     """Log-ratio that is squared: of the whole answer (`sequence`, the paper's eq. 3), or of each `token` (ROLL)."""
-    tau: float = 0.1
+    tau: Annotated[float, Range(above=0, remedy="0.1 is usual; without the term use reinforce.Reinforce")] = 0.1
     """Weight of the squared log-ratio; the paper gives none. With sums over answers of n tokens the pull is up to n
     times as strong as with single tokens."""
 
@@ -46,4 +46,4 @@ class Kimi(NormalisedReward, PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "tau", above=0, remedy="0.1 is usual; without the term use reinforce.Reinforce")
+        check_fields(self)

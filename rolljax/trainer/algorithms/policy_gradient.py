@@ -11,13 +11,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms import checks
@@ -57,10 +57,10 @@ class PolicyGradient(Algorithm):
     """Rule for groups to leave out, and for drawing replacements (`shaping.GroupFilter`)."""
     mask_truncated: bool = False
     """Answers cut by a limit are left out."""
-    wrong_max_tok: int | None = None
+    wrong_max_tok: Annotated[int | None, Range(above=0, remedy="give a positive number, or None for none")] = None
     """Number of sampled tokens below which unsolved trajectories take part; longer ones are left out (None: all take
     part)."""
-    right_max_tok: int | None = None
+    right_max_tok: Annotated[int | None, Range(above=0, remedy="give a positive number, or None for none")] = None
     """Number of sampled tokens below which solved trajectories take part; longer ones are left out (None: all take
     part)."""
     difficulty_weight: bool = False
@@ -70,14 +70,14 @@ class PolicyGradient(Algorithm):
     """Whether short trajectories get a higher weight; the average weight is 1 (`shaping.sample_weights`)."""
     whiten: bool = False
     """Advantages to mean 0 and standard deviation 1 over all tokens."""
-    advantage_clip: float | None = None
+    advantage_clip: Annotated[float | None, Range(above=0, remedy="give a positive number, or None for none")] = None
     """Bound c of the final clip of advantages to [-c, c] (None: no clip)."""
     kl: KlLoss | KlReward | None = None
     """KL term that holds the policy near a reference: `kl.KlLoss`, a term in the loss, or `kl.KlReward`, a penalty in
     the reward of every token."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Range(low=0, remedy="0 switches it off")] = 0.0
     """Weight of the entropy bonus."""
-    sft_coef: float = 0.0
+    sft_coef: Annotated[float, Range(low=0, remedy="0 switches it off")] = 0.0
     """Weight of the cross-entropy of trajectories whose reward is positive, in addition to the surrogate."""
     correction: Correction | None = None
     """Weights and filters for a gap between sampler and trainer (`mismatch.Correction`)."""
@@ -288,9 +288,7 @@ class PolicyGradient(Algorithm):
     # ---- checks -----------------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        none = "give a positive number, or None for none"
-        check_range(self, "advantage_clip", "wrong_max_tok", "right_max_tok", above=0, remedy=none)
-        check_range(self, "entropy_coef", "sft_coef", low=0, remedy="0 switches it off")
+        check_fields(self)
         self.check_fields()
 
     def check(self, setup: Setup) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import AlgorithmState, Needs
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient, token_rewards
@@ -30,11 +30,11 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     mean: Mean = "none"
     std: Std = "none"
     whiten: bool = True
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(low=0, high=1, remedy="1 and 0.95 are usual")] = 1.0
     """Discount per sampled token; observations are skipped."""
-    lam: float = 0.95
+    lam: Annotated[float, Range(low=0, high=1, remedy="1 and 0.95 are usual")] = 0.95
     """Trace decay per sampled token; observations are skipped."""
-    value_lam: float | None = None
+    value_lam: Annotated[float | None, Range(low=0, high=1, remedy="1 and 0.95 are usual")] = None
     """The trace decay of what critics are fitted to (None: `lam`; 1: the Monte-Carlo return)."""
     critic: Critic = Critic()
     """The value model, whose loss is a mean over tokens however the policy's losses are summed. `mean` and `std`
@@ -129,4 +129,4 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "gamma", "lam", "value_lam", low=0, high=1, remedy="1 and 0.95 are usual")
+        check_fields(self)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Checked, Range
 from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
@@ -17,13 +17,13 @@ from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Rft(Algorithm):
+class Rft(Checked, Algorithm):
     """Rejection fine-tuning (RFT, arXiv 2308.01825): the policy answers `group_size` times, and is trained on what was
     right: different answers only (`similarity` of their text below this), at most `cap` of a prompt."""
 
-    cap: int = 4
+    cap: Annotated[int, Range(low=1, remedy="4 is usual")] = 4
     """Maximum number of answers to a prompt that are trained on."""
-    similarity: float = 0.9
+    similarity: Annotated[float, Range(above=0, high=1, remedy="1 drops exact repetitions only")] = 0.9
     """Similarity of two texts, 0 to 1, from which on they count as the same answer."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -45,10 +45,6 @@ class Rft(Algorithm):
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         return TokenLoss(-policy.logp)
-
-    def __post_init__(self) -> None:
-        check_range(self, "cap", low=1, remedy="4 is usual")
-        check_range(self, "similarity", above=0, high=1, remedy="1 drops exact repetitions only")
 
     def check(self, setup: Setup) -> list[str]:
         if setup.group_size < self.cap:

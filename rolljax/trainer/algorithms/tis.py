@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
@@ -20,7 +20,7 @@ class Tis(NormalisedReward, PolicyGradient):
     """Truncated importance sampling as in ROLL Flash (arXiv 2510.11345): the policy gradient weighted by the ratio, cut
     at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
 
-    cap: float = 1.0
+    cap: Annotated[float, Range(above=0, remedy="1 is usual")] = 1.0
     """Largest importance weight; larger ratios are cut to it."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -32,4 +32,4 @@ class Tis(NormalisedReward, PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "cap", above=0, remedy="1 is usual")
+        check_fields(self)

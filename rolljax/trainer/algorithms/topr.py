@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
@@ -33,9 +33,9 @@ class Topr(NormalisedReward, PolicyGradient):
     aggregation: Aggregation = "seq-mean-token-sum"
     mean: Mean = "none"
     std: Std = "none"
-    positive: float = 1.0
+    positive: Annotated[float, Range(low=0, remedy="1 is the paper's weight, 0 leaves that half out")] = 1.0
     """Weight of the trajectories of positive reward (1 in the paper; other weights are "weighted TOPR")."""
-    negative: float = 1.0
+    negative: Annotated[float, Range(low=0, remedy="1 is the paper's weight, 0 leaves that half out")] = 1.0
     """Weight of the trajectories that are pushed away (1 in the paper; other weights are "weighted TOPR")."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -56,7 +56,7 @@ class Topr(NormalisedReward, PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "positive", "negative", low=0, remedy="1 is the paper's weight, 0 leaves that half out")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import numpy as np
 
-from rolljax.errors import check_range
+from rolljax.errors import Range, check_fields
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient, turn_returns
@@ -24,7 +24,7 @@ class TurnReinforce(PolicyGradient):
     """REINFORCE over the turns of an episode (Williams 1992, doi 10.1007/BF00992696): the tokens of turn k get
     `G_k = r_k + gamma G_{k+1}`."""
 
-    gamma: float = 0.95
+    gamma: Annotated[float, Range(low=0, high=1, remedy="0.95 is usual")] = 0.95
     """Discount of a turn."""
     equal_turns: bool = False
     """Every turn is a sample of its own and counts the same, whatever its length; off: every token counts the same."""
@@ -62,7 +62,7 @@ class TurnReinforce(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "gamma", low=0, high=1, remedy="0.95 is usual")
+        check_fields(self)
         if self.equal_turns and self.aggregation != "token-mean":
             raise self.refuse(
                 "equal_turns", "makes turns equal under the token mean only", "aggregation = 'token-mean'"

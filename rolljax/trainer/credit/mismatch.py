@@ -10,11 +10,11 @@ Shapes: N trajectories, T sampled tokens of one, `turns_NT` the turn of each tok
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.trainer.credit.estimators import clean
 
 RatioLevel = Literal["token", "turn", "geometric", "trajectory"]
@@ -46,7 +46,7 @@ class Correction:
 
     level: RatioLevel = "token"
     """Scope over which ratio and probability are taken."""
-    weight_cap: float | None = 1.2
+    weight_cap: Annotated[float | None, Range(above=0, remedy="None leaves the weights at 1")] = 1.2
     """Weights are ratios cut here; None: weights are 1."""
     ratio_band: tuple[float, float] | None = None
     """Tokens with a ratio outside are left out, the ends belong to the band; None: no filter."""
@@ -70,7 +70,7 @@ class Correction:
                 value=self.level,
                 remedy=f"one of {', '.join(get_args(RatioLevel))}",
             )
-        check_range(self, "weight_cap", above=0, remedy="None leaves the weights at 1")
+        check_fields(self)
         for name in ("ratio_band", "prob_band"):
             band = getattr(self, name)
             if band is not None and (len(band) != 2 or not band[0] <= band[1]):

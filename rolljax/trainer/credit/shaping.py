@@ -9,10 +9,11 @@ import dataclasses
 import difflib
 import unicodedata
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
-from rolljax.errors import ConfigError, check_range
+from rolljax.errors import ConfigError, Range, check_fields
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import GroupStats, clean
 from rolljax.trainer.kl import KlEstimator, kl_estimate
@@ -24,17 +25,16 @@ _CHARACTERS = 512  # texts longer than this are compared word by word: comparing
 class RewardShaping:
     """Terms added to the rewards of trajectories, and their clip."""
 
-    clip: float | None = None
+    clip: Annotated[float | None, Range(above=0, remedy="None for none")] = None
     """Rewards are cut to [-c, c] once they are normalised (None: not at all)."""
-    overlong_cache: int = 0
+    overlong_cache: Annotated[int, Range(low=0, remedy="0 switches it off")] = 0
     """Tokens before the limit over which DAPO's soft penalty falls from 0 to -1 (0: none)."""
-    length_reward: float = 0.0
+    length_reward: Annotated[float, Range(low=0, remedy="0 switches it off")] = 0.0
     """Weight of Kimi k1.5's reward for answers that are short within their group (arXiv 2501.12599, section 2.3.3; 0:
     none)."""
 
     def __post_init__(self) -> None:
-        check_range(self, "clip", above=0, remedy="None for none")
-        check_range(self, "overlong_cache", "length_reward", low=0, remedy="0 switches it off")
+        check_fields(self)
         if self.clip is None and not self.overlong_cache and not self.length_reward:
             raise ConfigError(
                 "shapes nothing",
@@ -64,11 +64,11 @@ class GroupFilter:
     """Groups whose rewards are all equal."""
     solve_range: tuple[float, float] | None = None
     """Groups whose mean reward is not strictly between these (None: any mean)."""
-    dynamic_sampling_rounds: int = 0
+    dynamic_sampling_rounds: Annotated[int, Range(low=0, remedy="0 switches it off")] = 0
     """Rounds of further groups that are drawn while fewer groups than asked for are left (DAPO; 0: none)."""
 
     def __post_init__(self) -> None:
-        check_range(self, "dynamic_sampling_rounds", low=0, remedy="0 switches it off")
+        check_fields(self)
         if self.solve_range is not None and not self.solve_range[0] < self.solve_range[1]:
             raise ConfigError(
                 "is empty",
