@@ -156,11 +156,13 @@ class PhaseTrainer:
         return float(student), float(teacher)
 
     def compute_credit_inputs(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> Episodes:
-        """Return the episodes with all model outputs that the algorithm needs.
+        """Return the episodes with everything that the algorithm asks the models for.
 
         Args:
           batches: `pack_samples` of the same trajectories.
         """
+        if not self._has_forward_passes:
+            return episodes
         needs = self.algorithm.needs()
         found = self.forward_passes.compute_logprobs(state.params, batches, episodes.mask)
         if needs.attention:
