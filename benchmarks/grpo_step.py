@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import statistics
@@ -53,8 +52,9 @@ def ours(args: argparse.Namespace) -> None:
 
     from rolljax.model.decoder import Model, Params
     from rolljax.model.families.qwen3 import Qwen3Config
+    from rolljax.run.weight_channel import SharedSink
     from rolljax.sampler.client import Sampler
-    from rolljax.sampler.engine import Engine
+    from rolljax.sampler.engine import Engine, EngineWorker
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape, num_rows_bound
@@ -105,13 +105,19 @@ def ours(args: argparse.Namespace) -> None:
         turn = Turn(prompt, answer.tokens, answer.sampler_logp, answer.versions, "stop", reward, text)
         return Trajectory(Key(0, group, sibling), Task("vowels", group, ""), (turn,), reward, {}, False, "ok")
 
+    def weights() -> Any:
+        return state.params
+
     sampler = None
     for i, batch in enumerate(bc.prompt_batches(a, total)):
         rec.begin_step()
         if sampler is None:
-            sampler = Sampler(engine, publish(state.params), 0, longest_prompt=0)
+            worker = EngineWorker(engine)
+            sink = SharedSink(publish, weights, worker)
+            sink.swap(0)
+            sampler = Sampler(engine, None, 0, longest_prompt=0, worker=worker, sink=sink)
         else:
-            sampler.publish(functools.partial(publish, state.params), i)
+            sampler.swap(i)
         start = bc.now()
         prompts = [np.array(tok(p)["input_ids"], np.int32) for p in batch]
         answers = asyncio.run(sample(sampler, prompts, i))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rolljax.envs.base import EnvSpec
     from rolljax.envs.tools.env import ToolEpisode
     from rolljax.model.tokenizer import Chat
-    from rolljax.sampler.client import Sampler
+    from rolljax.sampler.client import SamplerClient
     from rolljax.types import Message, Sampled
 
 MAX_TOKENS = 256
@@ -151,7 +151,7 @@ class ChatSession:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: SamplerClient,
         chat: Chat,
         event_loop: EventLoop,
         args: argparse.Namespace,
@@ -261,9 +261,9 @@ class ChatSession:
         fresh = s.ids is None
         added = self._chat.prompt_ids(messages) if fresh else self._chat.delta_ids(messages, closed=s.closed)
         prompt = np.concatenate([np.zeros(0, np.int32) if s.ids is None else s.ids, added]).astype(np.int32)
-        room = self._sampler.engine.cfg.max_context - len(prompt)
+        room = self._sampler.limits.max_context - len(prompt)
         if room < 1:
-            self._say(f"the context of {self._sampler.engine.cfg.max_context} tokens is full; /new starts over")
+            self._say(f"the context of {self._sampler.limits.max_context} tokens is full; /new starts over")
             return None
         sampled = self._generate(prompt, min(room, self._max_tokens))
         tokens = sampled.tokens if sampled is not None else np.zeros(0, np.int32)

@@ -345,9 +345,9 @@ def url(listener: socket.socket) -> str:
 def hello(service: Service, listener: socket.socket) -> str:
     """Return the line with the server's address and an example request."""
     key = " -H 'Authorization: Bearer KEY'" if service.limits.keys else ""
-    cfg, name = service.sampler.engine.cfg, service.served.name
+    limits, name = service.sampler.limits, service.served.name
     return (
-        f"serving {name} at {url(listener)}/v1 ({cfg.slots} slots, context {cfg.max_context} tokens); try: "
+        f"serving {name} at {url(listener)}/v1 ({limits.slots} slots, context {limits.max_context} tokens); try: "
         f"curl {url(listener)}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{name}", "prompt": "Hello"}}'"""
     )

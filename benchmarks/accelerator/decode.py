@@ -170,6 +170,7 @@ def sampler_figures(model: Any, weights: Any, *, requests: int, prompt: int, ans
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
+    from rolljax.sampler.weights import Snapshot
     from rolljax.trainer.mesh import BATCH_AXES
     from rolljax.types import SamplingParams
 
@@ -185,7 +186,8 @@ def sampler_figures(model: Any, weights: Any, *, requests: int, prompt: int, ans
         start = time.perf_counter()
         asyncio.run(everything(0))
         first_s = time.perf_counter() - start
-        sampler.publish(lambda params: params, 1)  # nothing is left in the prefix cache
+        sampler.prepare(Snapshot(1, weights))
+        sampler.swap(1)  # nothing is left in the prefix cache
         before, start = sampler.stats, time.perf_counter()
         done = asyncio.run(everything(1))
         seconds, after = time.perf_counter() - start, sampler.stats

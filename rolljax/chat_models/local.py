@@ -26,7 +26,7 @@ from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.files import folder_digest
 from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, load_tokenizer
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import Sampler, SamplerClient
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.types import Message, SamplingParams
@@ -151,9 +151,9 @@ class SamplerChat:
     """
 
     def __init__(
-        self, sampler: Sampler, chat: Chat, max_context: int, address: Callable[[int], Address] = request_address
+        self, sampler: SamplerClient, chat: Chat, max_context: int, address: Callable[[int], Address] = request_address
     ) -> None:
-        self._sampler: Sampler | None = sampler
+        self._sampler: SamplerClient | None = sampler
         self._chat, self._max_context, self._address = chat, max_context, address
         self._counts: collections.Counter[str] = collections.Counter()
 

@@ -89,11 +89,11 @@ class SamplerModel:
     ) -> None:
         self.name, self.identity, self.version = name, identity, version
         self.resolved, self.chat = resolved, load_chat(resolved, run)
-        worker, channel = share_sampler(resolved, lambda: weights, SINGLE_PROCESS)
-        channel.push(version)
-        params = channel.pull(version)
+        worker, source, sink = share_sampler(resolved, lambda: weights, SINGLE_PROCESS)
+        sink.prepare(source.push(version))
+        sink.swap(version)
         self.sampler = Sampler(
-            worker.engine, params, version, worker=worker, longest_prompt=0, vocabulary=self.chat.vocabulary
+            worker.engine, None, version, worker=worker, longest_prompt=0, vocabulary=self.chat.vocabulary
         )
         self._hosts: list[Any] = []
 

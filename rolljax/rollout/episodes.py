@@ -28,7 +28,7 @@ from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder, fault_of
 from rolljax.rollout.start_states import Start, digest
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import SamplerClient
 from rolljax.types import (
     EVAL_STREAM,
     EXPERT,
@@ -58,7 +58,7 @@ class SamplerPolicy:
     """The model, through the sampler; randomness is addressed by run seed, key and turn. Requests of groups that began
     earlier are served first, those of evaluations before all."""
 
-    sampler: Sampler
+    sampler: SamplerClient
     params: SamplingParams
     seed: int
     may_ask: asyncio.Event | None = None

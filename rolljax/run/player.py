@@ -14,7 +14,7 @@ from rolljax.rollout.episodes import EpisodeCounts, Policy, Rollouts, SamplerPol
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import SamplerClient
 from rolljax.types import EVAL_STREAM, Group, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class EpisodePlayer:
     def __init__(
         self,
         preflight: Preflight,
-        sampler: Sampler,
+        sampler: SamplerClient,
         pool: Pool,
         clock: EventLoop,
         scoring: Scoring | None,

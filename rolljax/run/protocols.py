@@ -43,7 +43,7 @@ class LoopTrainer(Protocol):
 
 
 class LoopSampler(Protocol):
-    """The methods of the sampler that the loop calls; see `sampler.client.Sampler`."""
+    """The methods of the sampler that the loop calls; see `sampler.client.SamplerClient`."""
 
     @property
     def stats(self) -> SamplerStats: ...

@@ -17,19 +17,24 @@ from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.run import weight_channel
 from rolljax.run.player import EpisodePlayer
 from rolljax.run.preflight import Preflight, ResolvedRecipe
-from rolljax.run.weight_channel import Publisher, WeightChannel, open_channel
+from rolljax.run.weight_channel import Publisher, WeightSource, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import LOCKSTEP_CALLS, Engine, EngineWorker
+from rolljax.sampler.weights import WeightSink
 
 
 def share_sampler(
-    resolved: ResolvedRecipe, source: Callable[[], Params], team: SingleProcess | Leader | Follower
-) -> tuple[EngineWorker, WeightChannel]:
-    """Make this process's part of the sampler, shared with the other processes of the mesh. source: see
-    `open_channel`."""
+    resolved: ResolvedRecipe, weights: Callable[[], Params], team: SingleProcess | Leader | Follower
+) -> tuple[EngineWorker, WeightSource, WeightSink]:
+    """Open this process's part of the sampler, shared with the other processes of the mesh.
+
+    Args:
+      weights: see `open_channel`.
+    """
     worker = EngineWorker(Engine(resolved.model.plain, resolved.recipe.sampler, resolved.sampler_mesh, SLOT_AXES))
-    channel = team.share("weights", open_channel(resolved, source, worker), weight_channel.LOCKSTEP_CALLS)
-    return team.share("engine", worker, LOCKSTEP_CALLS), channel
+    source, sink = open_channel(resolved, weights, worker)
+    sink = team.share("weights", sink, weight_channel.LOCKSTEP_CALLS)
+    return team.share("engine", worker, LOCKSTEP_CALLS), source, sink
 
 
 class Runtime:
@@ -61,19 +66,21 @@ class Runtime:
         around = RewardContext(recipe.env, recipe.seed, verdicts, chat, trained)
         self._scoring = open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s)
         self._watchdog = watchdog or Watchdog()
-        worker, channel = share_sampler(preflight, weights, team)
-        channel.push(version)
+        worker, source, sink = share_sampler(preflight, weights, team)
+        sink.prepare(source.push(version))
+        sink.swap(version)
         self.sampler = Sampler(
             worker.engine,
-            channel.pull(version),
+            None,
             version,
             worker=worker,
+            sink=sink,
             longest_prompt=None if preflight.recomputes else preflight.longest_prompt_tok,
             vocabulary=chat.vocabulary,
             multi_turn=recipe.max_turns > 1 or preflight.recomputes,
         )
         sleeping = {phase.name for phase in recipe.phases if preflight.sampler_sleeps(phase)}
-        self.channel = Publisher(channel, self.sampler, self._watchdog, sleeping)
+        self.channel = Publisher(source, self.sampler, self._watchdog, sleeping)
         self.clock = EventLoop(should_stop, self._watchdog)
         self._agents = None
         if recipe.agent:

@@ -1,8 +1,10 @@
-"""The way of new weights from the trainer to the sampler: in place where they share devices, else by resharding."""
+"""The way of new weights from the trainer to the sampler: in place where they share devices, else by resharding.
+
+Each way is a pair: a `WeightSource` on the trainer pushes snapshots, and a `WeightSink` on the sampler takes them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -14,49 +16,49 @@ from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.step_metrics import timed
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import SamplerClient
 from rolljax.sampler.engine import EngineWorker
-from rolljax.trainer.publish import Reshard, checksums, differing, make_publish, share_devices
+from rolljax.sampler.weights import Snapshot, WeightSink, prepared
+from rolljax.trainer.publish import Publish, Reshard, checksums, differing, make_publish, share_devices
 
-LOCKSTEP_CALLS = ("pull",)
-"""Methods that all processes of a mesh must call in one order."""
+LOCKSTEP_CALLS = ("swap",)
+"""Methods of a sink that all processes of a mesh must call in one order."""
 
 
-class WeightChannel(Protocol):
-    """Transfers the trainer's weights to the sampler: cast, and laid out for decoding."""
+class WeightSource(Protocol):
+    """Pushes the trainer's weights."""
 
-    def push(self, version: int) -> None:
-        """Make the trainer's weights ready for the sampler, as `version`, on the trainer's side. Decoding continues."""
-
-    def pull(self, version: int) -> Params:
-        """Replace the weights in use, on the sampler's side between two dispatches, and return the new ones.
-
-        Raises:
-          SamplerError: the weights that arrived are not the ones that were pushed as `version`.
-        """
+    def push(self, version: int) -> Snapshot:
+        """Return the trainer's weights as a snapshot of version `version`. Decoding continues."""
         ...
 
 
-def open_channel(resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> WeightChannel:
-    """Open the channel between the meshes of a run.
+def open_channel(
+    resolved: ResolvedRecipe, weights: Callable[[], Params], worker: EngineWorker
+) -> tuple[WeightSource, WeightSink]:
+    """Open both ends of the way between the meshes of a run.
 
     Args:
-      source: returns the trainer's current weights, as the argument of `Model.bind`. worker: receives them in place
-        of its own.
+      weights: returns the trainer's weights, as `Model.bind` takes them. worker: takes them, in place of those it has.
     """
-    shared = share_devices(resolved.mesh, resolved.sampler_mesh)
-    return (InPlace if shared else BetweenMeshes)(resolved, source, worker)
+    if share_devices(resolved.mesh, resolved.sampler_mesh):
+        write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
+        return SharedSource(), SharedSink(write, weights, worker)
+    reshard = Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
+    return ReshardSource(reshard, weights), ReshardSink(reshard, worker)
 
 
 class Publisher:
-    """Gives the sampler the trainer's weights, through a `WeightChannel`, and frees its memory while it needs none.
+    """Gives the sampler the trainer's weights, and frees the sampler's memory while the sampler needs none.
 
     Args:
       sleeping: names of the phases whose steps are trained without the sampler's memory.
     """
 
-    def __init__(self, channel: WeightChannel, sampler: Sampler, watchdog: Watchdog, sleeping: Collection[str]) -> None:
-        self._channel, self._sampler, self._watchdog, self._sleeping = channel, sampler, watchdog, sleeping
+    def __init__(
+        self, source: WeightSource, sampler: SamplerClient, watchdog: Watchdog, sleeping: Collection[str]
+    ) -> None:
+        self._source, self._sampler, self._watchdog, self._sleeping = source, sampler, watchdog, sleeping
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as policy version `version`; a sampler that is asleep wakes up.
@@ -68,9 +70,10 @@ class Publisher:
         if version != self._sampler.version or self._sampler.asleep:
             with self._watchdog.waiting_for("the sampler to take new weights"):
                 with timed(seconds, "time/push_s"):
-                    self._channel.push(version)
+                    snapshot = self._source.push(version)
+                    self._sampler.prepare(snapshot)
                 with timed(seconds, "time/swap_s"):
-                    self._sampler.publish(lambda _: self._channel.pull(version), version)
+                    self._sampler.swap(version)
         return seconds
 
     def sleep(self, phase: Phase) -> None:
@@ -80,57 +83,59 @@ class Publisher:
                 self._sampler.sleep()
 
 
-class InPlace:
-    """A `WeightChannel` over devices that both sides share: all of its work is done between two dispatches."""
+class SharedSource:
+    """A `WeightSource` over devices that trainer and sampler share: the sampler reads the trainer's own weights."""
 
-    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
-        self._write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
-        self._source, self._worker = source, worker
-
-    def push(self, version: int) -> None:
-        """Do nothing: the sampler reads the trainer's memory."""
-
-    def pull(self, version: int) -> Params:
-        self._worker.set_params(self._write(self._source(), self._worker.params))
-        return self._worker.params
+    def push(self, version: int) -> Snapshot:
+        return Snapshot(version)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Arrived:
-    """Weights in parts on the sampler's devices, and the checksums of what was sent."""
+class SharedSink:
+    """A `WeightSink` over devices that trainer and sampler share: `swap` does all of the work."""
 
-    version: int
-    parts: Params
-    sent: Params
+    def __init__(self, write: Publish, weights: Callable[[], Params], worker: EngineWorker) -> None:
+        self._write, self._weights, self._worker = write, weights, worker
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Do nothing: the weights are where the sampler can read them."""
+
+    def swap(self, version: int) -> None:
+        self._worker.set_params(self._write(self._weights(), self._worker.params))
 
 
-class BetweenMeshes:
-    """A `WeightChannel` between meshes of one runtime that have no device in common (`Reshard`).
+class ReshardSource:
+    """A `WeightSource` of a mesh that has no device in common with the sampler's: it casts on the trainer's devices."""
 
-    `push` casts on the trainer's devices and moves the result to the sampler's, in addition to the weights in use.
-    `pull` overwrites the weights in use with it, and compares version and checksums of both sides.
+    def __init__(self, reshard: Reshard, weights: Callable[[], Params]) -> None:
+        self._reshard, self._weights = reshard, weights
+
+    def push(self, version: int) -> Snapshot:
+        parts = self._reshard.cast(self._weights())
+        return Snapshot(version, parts, checksums(parts))
+
+
+class ReshardSink:
+    """A `WeightSink` of a mesh that has no device in common with the trainer's, in the same runtime (`Reshard`).
+
+    `prepare` moves the parts to the sampler's devices, in addition to the weights in use. `swap` overwrites the weights
+    in use with them, and compares the checksums of both sides.
     """
 
-    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
-        self._reshard = Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
-        self._source, self._worker = source, worker
-        self._arrived: _Arrived | None = None
+    def __init__(self, reshard: Reshard, worker: EngineWorker) -> None:
+        self._reshard, self._worker = reshard, worker
+        self._next: Snapshot | None = None
 
-    def push(self, version: int) -> None:
-        parts = self._reshard.cast(self._source())
-        sent = checksums(parts)
-        self._arrived = _Arrived(version, jax.block_until_ready(self._reshard.move(parts)), jax.device_get(sent))
+    def prepare(self, snapshot: Snapshot) -> None:
+        parts = jax.block_until_ready(self._reshard.move(snapshot.parts))
+        self._next = Snapshot(snapshot.version, parts, jax.device_get(snapshot.checksums))
 
-    def pull(self, version: int) -> Params:
-        arrived, self._arrived = self._arrived, None
-        if arrived is None or arrived.version != version:
-            found = "none have arrived" if arrived is None else f"those of version {arrived.version} have arrived"
-            raise SamplerError(f"weights of version {version} are wanted, {found}")
+    def swap(self, version: int) -> None:
+        snapshot, self._next = self._next, None
+        arrived = prepared(snapshot, version)
         params = self._reshard.write(arrived.parts, self._worker.params)
-        if wrong := differing(arrived.sent, jax.device_get(checksums(params))):
+        if wrong := differing(arrived.checksums, jax.device_get(checksums(params))):
             raise SamplerError(
                 f"weights of version {version} are not what the trainer sent: checksums of {len(wrong)} arrays differ, "
                 f"first of {wrong[0]}"
             )
         self._worker.set_params(params)
-        return params

@@ -1,4 +1,7 @@
-"""The in-process client: `await sampler.generate(...)` from any event loop; one thread runs the scheduler behind it."""
+"""The sampler as its users see it (`SamplerClient`), and the sampler of this process (`Sampler`).
+
+`await sampler.generate(...)` works from any event loop; one thread runs the scheduler behind it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from rolljax.sampler.prompt_queue import Request, SamplerLoad, SamplerStats
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK
+from rolljax.sampler.weights import DirectSink, Snapshot, WeightSink
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
 T = TypeVar("T")
@@ -42,32 +46,93 @@ class Pending:
     abort: Callable[[], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerLimits:
+    """Sizes that the users of a sampler must know."""
+
+    max_context: int
+    """Maximum number of tokens of a prompt and its answer."""
+    slots: int
+    """Number of sequences that are sampled at a time."""
+    vocab_size: int
+    """Number of token ids."""
+
+
+class SamplerClient(Protocol):
+    """A sampler, wherever its engine runs. `Sampler` documents the methods."""
+
+    @property
+    def limits(self) -> SamplerLimits: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def asleep(self) -> bool: ...
+    @property
+    def stats(self) -> SamplerStats: ...
+    @property
+    def error(self) -> SamplerError | None: ...
+
+    def load(self) -> SamplerLoad: ...
+    def submit(
+        self,
+        prompt_ids: np.ndarray,
+        params: SamplingParams,
+        address: tuple[int, ...],
+        *,
+        priority: int = 0,
+        on_tokens: Callable[[Sampled], None] | None = None,
+        resume: Sampled | None = None,
+    ) -> Pending: ...
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        params: SamplingParams,
+        address: tuple[int, ...],
+        *,
+        priority: int = 0,
+        on_tokens: Callable[[Sampled], None] | None = None,
+        resume: Sampled | None = None,
+    ) -> Completion: ...
+    async def score(self, prompt_ids: np.ndarray) -> np.ndarray: ...
+    async def warm_up(self, done: Callable[[int, int], None]) -> None: ...
+    def hold(self) -> Callable[[], None]: ...
+    def prepare(self, snapshot: Snapshot) -> None: ...
+    def swap(self, version: int) -> None: ...
+    def sleep(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Sampler:
     """Continuous batching over an `Engine`, in a thread of its own.
 
     Args:
-      params: parameters as the engine wants them (see `trainer.publish`). version: their policy version.
+      params: parameters as the engine wants them (see `trainer.publish`); None: `worker` has them.
+      version: their policy version.
       vocabulary: what tokens spell; needed for stop texts.
       longest_prompt, multi_turn: what to compile programs for beforehand (default: everything; 0: nothing). The rest is
         compiled when it is needed.
       worker: of the engine, where several processes share its calls (default: one of its own).
+      sink: takes new weights for the worker (default: `DirectSink`).
     """
 
     def __init__(
         self,
         engine: Engine,
-        params: Params,
+        params: Params | None,
         version: int,
         *,
         vocabulary: Vocabulary | None = None,
         longest_prompt: int | None = None,
         multi_turn: bool = True,
         worker: EngineWorker | None = None,
+        sink: WeightSink | None = None,
     ) -> None:
         self.engine = engine
         self._can_stop_at_text = vocabulary is not None
         self._worker = worker or EngineWorker(engine)
-        self._worker.set_params(params)
+        if params is not None:
+            self._worker.set_params(params)
+        self._sink = sink or DirectSink(self._worker)
         self._scheduler = Scheduler(self._worker, version, vocabulary)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
@@ -77,8 +142,16 @@ class Sampler:
         self._error: SamplerError | None = None
         self._until_awake: list[Callable[[], None]] = []
         """Calls of `_ask` that came while the sampler was asleep."""
+        self._held: list[Callable[[], None]] | None = None
+        """Messages to the thread that are held back (`hold`); None: none is."""
         self._thread = threading.Thread(target=self._run, name="rolljax-sampler", daemon=True)
         self._thread.start()
+
+    @property
+    def limits(self) -> SamplerLimits:
+        """Sizes of the engine."""
+        cfg = self.engine.cfg
+        return SamplerLimits(cfg.max_context, cfg.slots, self.engine.model.cfg.vocab_size)
 
     @property
     def version(self) -> int:
@@ -174,15 +247,22 @@ class Sampler:
         return Pending(future, lambda: self._abort(request))
 
     def hold(self) -> Callable[[], None]:
-        """Start no request until the caller calls the returned function (at most `HOLD_S`), so that all requests that
-        were submitted in between start together."""
-        done = threading.Event()
+        """Hold back the requests that are submitted from now on, so that they start together.
 
-        def wait() -> None:
-            done.wait(HOLD_S)
+        They start when the caller calls the returned function, at most `HOLD_S` later. Requests that run already
+        continue meanwhile. Call it in an event loop.
+        """
+        with self._closing:
+            held = self._held = [] if self._held is None else self._held
 
-        self._send(wait)
-        return done.set
+        def release() -> None:
+            with self._closing:
+                if self._held is held:
+                    self._held = None
+                    self.inbox.put(lambda: _run_all(held))
+
+        asyncio.get_running_loop().call_later(HOLD_S, release)
+        return release
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Return the model's log-prob of every token of `prompt_ids [P]` given the earlier ones; the first is NaN."""
@@ -207,32 +287,32 @@ class Sampler:
             await self._ask(program)
         done(len(programs), len(programs))
 
-    def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
-        """Swap the weights between two dispatches. Running requests continue; their next tokens have the new version.
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Bring the weights of a snapshot to the sampler's devices. Decoding continues."""
+        self._sink.prepare(snapshot)
 
-        A sampler that is asleep wakes up.
+    def swap(self, version: int, timeout_s: float = 600.0) -> None:
+        """Swap the weights for those of version `version`, between two dispatches, after `prepare` of their snapshot.
 
-        Args:
-          make: returns the new weights; its argument is the weights in use, whose memory it may reuse
-            (`trainer.publish`), or None if the sampler is asleep. Called in the sampler's thread; if it fails, so does
-            the sampler.
+        Running requests continue; their next tokens have the new version. A sampler that is asleep wakes up. If the
+        weights cannot be taken, the sampler stops.
 
         Raises:
           SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
         """
 
-        def swap() -> None:
-            self._scheduler.publish(make, version)
+        def change() -> None:
+            self._scheduler.publish(lambda: self._sink.swap(version), version)
             waiting, self._until_awake = self._until_awake, []
             for call in waiting:
                 call()
 
-        self._change(swap, f"weights of version {version}", "taken", timeout_s)
+        self._change(change, f"weights of version {version}", "taken", timeout_s)
 
     def sleep(self, timeout_s: float = 600.0) -> None:
         """Free the memory of the weights and the KV pages, between two dispatches; return when it is free.
 
-        The sampler is asleep until the next `publish`: requests that run or arrive wait for it, and can be aborted.
+        The sampler is asleep until the next `swap`: requests that run or arrive wait for it, and can be aborted.
 
         Raises:
           SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
@@ -319,7 +399,10 @@ class Sampler:
         with self._closing:  # what is put in before the thread ends is looked at by the thread
             if self._error:
                 raise SamplerError(f"the sampler has stopped: {self._error}")
-            self.inbox.put(item)
+            if self._held is None:
+                self.inbox.put(item)
+            else:
+                self._held.append(item)
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Schedule `call` on a loop from the scheduler's thread, together with the loop's other calls of this step."""
@@ -343,6 +426,8 @@ class Sampler:
             error.__cause__ = e
         with self._closing:
             self._error = error
+            held, self._held = self._held or [], None
+        _run_all(held)
         while self.inbox:
             if item := self.inbox.take():
                 item()

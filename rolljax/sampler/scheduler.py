@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from rolljax.errors import SamplerError
-from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.arrays import Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.engine import EngineWorker
@@ -41,7 +40,7 @@ class Scheduler:
     """
 
     def __init__(self, worker: EngineWorker, version: int, vocabulary: Vocabulary | None = None) -> None:
-        self._worker, self.engine, self.cfg, self.version = worker, worker.engine, worker.engine.cfg, version
+        self.worker, self.engine, self.cfg, self.version = worker, worker.engine, worker.engine.cfg, version
         self.stats = SamplerStats()
         self._vocabulary = vocabulary
         worker.init()
@@ -104,16 +103,17 @@ class Scheduler:
         self.stats.aborted_tok += request.num_sampled
         self._deliver(request, "abort")
 
-    def publish(self, make: Callable[[Params], Params], version: int) -> None:
+    def publish(self, set_weights: Callable[[], None], version: int) -> None:
         """Swap the weights, and wake up. Running requests continue; their next tokens have the new version.
 
-        make: returns the new weights; its argument is the weights in use, whose memory it may reuse (None: asleep).
+        Args:
+          set_weights: gives the worker the new weights, in place of those in use.
         """
         self._hand_out(self._take_first_tokens())
-        self._worker.set_params(make(self._worker.params))
+        set_weights()
         self.version = version
         if self.asleep:
-            self._worker.init()
+            self.worker.init()
             self.asleep = False
             return
         if not self.cfg.reuse_stale:
@@ -131,7 +131,7 @@ class Scheduler:
         self._hand_out(self._take_first_tokens())
         self._empty_caches()
         self._recompute()
-        self._worker.sleep()
+        self.worker.sleep()
         self.asleep = True
 
     def _empty_caches(self) -> None:
@@ -188,20 +188,20 @@ class Scheduler:
         return calls + [functools.partial(self._try_generate, *table, *v) for v in variants for table in tables]
 
     def _try_prefill(self, chunk_size: int, read: int) -> None:
-        ticket = self._worker.prefill(self._no_chunks(chunk_size), read=read)
-        self._worker.wait()
-        self._worker.release([ticket])
+        ticket = self.worker.prefill(self._no_chunks(chunk_size), read=read)
+        self.worker.wait()
+        self.worker.release([ticket])
 
     def _try_insert(self, chunk_size: int, truncate: bool, top: bool) -> None:
-        ticket = self._worker.prefill(self._no_chunks(chunk_size), read=0)
-        self._worker.insert(ticket, Inserts.empty(self.cfg.slots), truncate=truncate, top=top)
-        self._worker.wait()
-        self._worker.release([ticket])
+        ticket = self.worker.prefill(self._no_chunks(chunk_size), read=0)
+        self.worker.insert(ticket, Inserts.empty(self.cfg.slots), truncate=truncate, top=top)
+        self.worker.wait()
+        self.worker.release([ticket])
 
     def _try_generate(self, width: int, rows: int, truncate: bool, top: bool) -> None:
         idle = np.full(rows * self.engine.num_shards, -1, np.int32)
-        self._worker.generate(self._table[idle, :width], idle, truncate=truncate, top=top)
-        self._worker.wait()
+        self.worker.generate(self._table[idle, :width], idle, truncate=truncate, top=top)
+        self.worker.wait()
 
     def _no_chunks(self, chunk_size: int) -> PrefillChunks:
         n = self.engine.num_shards
@@ -234,7 +234,7 @@ class Scheduler:
                 requests.append(request)
         for ticket, (inserts, requests) in by_ticket.items():
             truncate, top = self._variant(requests)
-            first = self._worker.insert(ticket, inserts, truncate=truncate, top=top)
+            first = self.worker.insert(ticket, inserts, truncate=truncate, top=top)
             self._first_tokens.append((requests, first))
         for prompt in [p for p in self._queue.ready if not p.members]:  # only now: inserts copy from their last pages
             self._queue.forget(prompt)
@@ -350,9 +350,9 @@ class Scheduler:
         truncate, top = self._variant(self._running.values())
         table = self._table[slots, : self.engine.width(longest)]
         local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
-        started = self._worker.generate(table, local, truncate=truncate, top=top)
+        started = self.worker.generate(table, local, truncate=truncate, top=top)
         prefilling = time.perf_counter()
-        self._worker.wait_prefills()  # only now: the device goes on to the decode steps by itself
+        self.worker.wait_prefills()  # only now: the device goes on to the decode steps by itself
         decoding = time.perf_counter()
         out = jax.device_get(started)
         self.stats.dispatches += 1

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from rolljax.sampler.client import Sampler
+    from rolljax.sampler.client import SamplerClient
     from rolljax.types import Completion
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -21,7 +21,7 @@ REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class ServerMetrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: SamplerClient) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_SamplerCollector(sampler))
         self.requests = Counter(
@@ -53,7 +53,7 @@ class ServerMetrics:
 
 
 class _SamplerCollector(Collector):
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: SamplerClient) -> None:
         self._sampler = sampler
 
     def collect(self) -> Iterator[Metric]:

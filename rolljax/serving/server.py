@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import SamplerClient
 from rolljax.serving.http_server import Bounds, make_server
 from rolljax.serving.metrics import ServerMetrics
 from rolljax.serving.middleware import EXCEPTION_HANDLERS, AccessMiddleware, EventStream, json_response, until_hangup
@@ -73,7 +73,7 @@ class Service:
     """
 
     def __init__(
-        self, sampler: Sampler, served: ServedModel, limits: ServerLimits, sessions: Sessions | None = None
+        self, sampler: SamplerClient, served: ServedModel, limits: ServerLimits, sessions: Sessions | None = None
     ) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
         self.metrics = ServerMetrics(sampler)

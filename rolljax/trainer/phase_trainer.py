@@ -156,7 +156,7 @@ class PhaseTrainer:
         return float(student), float(teacher)
 
     def compute_credit_inputs(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> Episodes:
-        """Return the episodes with everything that the algorithm asks the models for.
+        """Return the episodes with all model outputs that the algorithm needs.
 
         Args:
           batches: `pack_samples` of the same trajectories.

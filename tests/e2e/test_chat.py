@@ -68,7 +68,7 @@ class Scripted:
     """Replaces a sampler: gives the answers of a calculator's user, as tokens."""
 
     def __init__(self, talk, answers):
-        self.engine, self.chat, self.answers = talk._sampler.engine, talk._chat, iter(answers)
+        self.limits, self.chat, self.answers = talk._sampler.limits, talk._chat, iter(answers)
 
     async def generate(self, prompt, params: SamplingParams, address, *, on_tokens):
         tokens = self.chat.answer_ids(next(self.answers))

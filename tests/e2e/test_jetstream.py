@@ -22,6 +22,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.jetstream import compat, engine
 from rolljax.sampler.jetstream.compat import ExistingPrefix
 from rolljax.sampler.jetstream.engine import NO_BOS
+from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
@@ -48,7 +49,8 @@ def in_process(asked, *params):
     out = []
     try:
         for version, each in enumerate(params):
-            sampler.publish(lambda _, each=each: each, version)
+            sampler.prepare(Snapshot(version, each))
+            sampler.swap(version)
             out.append([c.tokens.tolist() for c in asyncio.run(everything())])
     finally:
         sampler.close()

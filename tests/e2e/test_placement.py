@@ -24,7 +24,7 @@ from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.run.preflight import meshes
 from rolljax.run.trainer import Trainer
-from rolljax.run.weight_channel import BetweenMeshes, open_channel
+from rolljax.run.weight_channel import ReshardSink, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
@@ -280,28 +280,28 @@ def channel(tmp_path):
     )()
     engine = Engine(checked.model.plain, checked.recipe.sampler, checked.sampler_mesh, SLOT_AXES)
     worker = EngineWorker(engine)
-    way = open_channel(checked, lambda: params, worker)
-    assert isinstance(way, BetweenMeshes)
-    way.push(0)
-    sampler = Sampler(engine, way.pull(0), 0, worker=worker, longest_prompt=0)
-    yield way, sampler
+    source, sink = open_channel(checked, lambda: params, worker)
+    assert isinstance(sink, ReshardSink)
+    sink.prepare(source.push(0))
+    sink.swap(0)
+    sampler = Sampler(engine, None, 0, worker=worker, sink=sink, longest_prompt=0)
+    yield source, sampler
     sampler.close()
 
 
 def test_weights_of_another_version_are_not_taken(channel):
-    way, sampler = channel
-    way.push(1)
-    with pytest.raises(SamplerError, match=r"weights of version 2 are wanted, those of version 1 have arrived"):
-        sampler.publish(lambda _: way.pull(2), 2)
+    source, sampler = channel
+    sampler.prepare(source.push(1))
+    with pytest.raises(SamplerError, match=r"weights of version 2 are wanted, those of version 1 were prepared"):
+        sampler.swap(2)
     assert sampler.version == 0 and isinstance(sampler.error, SamplerError)
 
 
 def test_weights_that_changed_on_their_way_are_not_used(channel):
-    way, sampler = channel
-    way.push(1)
-    parts = way._arrived.parts
-    layers = parts["layers"] | {"q": parts["layers"]["q"] + 1}
-    way._arrived = dataclasses.replace(way._arrived, parts=parts | {"layers": layers})
+    source, sampler = channel
+    pushed = source.push(1)
+    layers = pushed.parts["layers"] | {"q": pushed.parts["layers"]["q"] + 1}
+    sampler.prepare(dataclasses.replace(pushed, parts=pushed.parts | {"layers": layers}))
 
     async def ask():
         return await sampler.generate(np.arange(5, dtype=np.int32), SamplingParams(1.0, 4), (0,))
@@ -309,7 +309,7 @@ def test_weights_that_changed_on_their_way_are_not_used(channel):
     with pytest.raises(
         SamplerError, match=r"version 1 are not what the trainer sent: checksums of 1 arrays.*layers\.q"
     ):
-        sampler.publish(lambda _: way.pull(1), 1)
+        sampler.swap(1)
     with pytest.raises(SamplerError, match="has stopped"):
         asyncio.run(ask())
 

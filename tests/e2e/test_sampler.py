@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from rolljax.errors import SamplerError
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.forward import policy_outputs
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
@@ -174,13 +176,14 @@ def test_new_weights_are_taken_between_dispatches():
     publish = publisher(mesh)
     sampler = Sampler(engine_of(cfg, mesh), publish(weights()), 0, longest_prompt=0)
     prompt = np.arange(5, dtype=np.int32)
+    sampler.prepare(Snapshot(1, publish(weights(2))))
 
     async def run():
         loop = asyncio.get_running_loop()
         running = [asyncio.ensure_future(sampler.generate(prompt, SamplingParams(1.0, 90), (i,))) for i in range(4)]
         while sampler.stats.dispatches < 5:
             await asyncio.sleep(0.001)
-        await loop.run_in_executor(None, sampler.publish, lambda old: publish(weights(2), old), 1)
+        await loop.run_in_executor(None, sampler.swap, 1)
         first = await asyncio.gather(*running)
         fresh = await sampler.generate(prompt, SamplingParams(0.0, 8), (0,))
         return first, fresh
@@ -194,6 +197,35 @@ def test_new_weights_are_taken_between_dispatches():
         assert set(c.versions) == {0, 1}
         assert (np.diff(c.versions) >= 0).all()
     assert set(fresh.versions) == {1}
+
+
+def test_requests_that_are_held_start_together():
+    """A running request continues meanwhile, a held one can be aborted, and held requests fail with the sampler."""
+
+    sampler, prompt = open_sampler(slots=4), np.arange(5, dtype=np.int32)
+
+    def ask(number, max_tokens=24):
+        return sampler.submit(prompt, SamplingParams(1.0, max_tokens), (number,))
+
+    async def run():
+        first = ask(2, 60)
+        release = sampler.hold()
+        held = [ask(i) for i in (0, 1, 0)]
+        assert (await first.completion).finish_reason == "length"
+        load = sampler.load()
+        assert load.waiting == load.running == 0 and not any(p.completion.done() for p in held)
+        held[2].abort()
+        release()
+        done = await asyncio.gather(*(p.completion for p in held))
+        assert [c.finish_reason for c in done] == ["length", "length", "abort"]
+        release()  # a second time changes nothing
+        sampler.hold()
+        lost = ask(0)
+        await asyncio.to_thread(sampler.close)
+        with pytest.raises(SamplerError, match="the sampler was closed"):
+            await lost.completion
+
+    asyncio.run(run())
 
 
 def test_greedy_is_the_largest_logit():
@@ -210,8 +242,6 @@ def test_greedy_is_the_largest_logit():
 
 
 def test_a_prompt_that_does_not_fit_is_refused():
-    from rolljax.errors import SamplerError
-
     with pytest.raises(SamplerError, match="96"):
         sample([(np.zeros(96, np.int32), SamplingParams(1.0, 4), (0,))])
 

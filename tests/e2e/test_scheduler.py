@@ -3,7 +3,9 @@ distributions."""
 
 import asyncio
 import dataclasses
+import functools
 import random
+import threading
 import time
 
 import jax
@@ -18,6 +20,7 @@ from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
@@ -29,11 +32,19 @@ TINY = Model(
     Qwen3Config(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
 )
 
+PUBLISHING = threading.Lock()
+
 
 def publish(sampler, params, version):
     """Swap the weights from a coroutine, without blocking the event loop."""
-    new = publisher(sampler.engine.mesh)
-    return asyncio.get_running_loop().run_in_executor(None, sampler.publish, lambda old: new(params, old), version)
+    snapshot = Snapshot(version, publisher(sampler.engine.mesh)(params))
+
+    def both():
+        with PUBLISHING:
+            sampler.prepare(snapshot)
+            sampler.swap(version)
+
+    return asyncio.get_running_loop().run_in_executor(None, both)
 
 
 def run(sampler, coroutine):
@@ -228,7 +239,7 @@ def swapped(scheduler, new, prompt, n, max_tokens=70):
     for _ in range(4):
         scheduler.step()
     assert not done
-    scheduler.publish(lambda _: new, 1)
+    scheduler.publish(lambda: scheduler.worker.set_params(new), 1)
     finish(scheduler)
     return [done[i][0] for i in range(n)]
 
@@ -284,7 +295,7 @@ def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
     scheduler, new = open_scheduler(reuse_stale=reuse)
     ask(scheduler, prompt, 1, 1)
     finish(scheduler)
-    scheduler.publish(lambda _: new, 1)
+    scheduler.publish(lambda: scheduler.worker.set_params(new), 1)
     ask(scheduler, np.concatenate([prompt, prompt]), 1, 1)
     finish(scheduler)
     assert scheduler.stats.prefill_tok == prefilled - reuse
@@ -304,7 +315,7 @@ def test_a_swap_compiles_nothing():
     for version, params in ((2, newer), (3, new)):
         ask(scheduler, prompt, 5, 30)
         scheduler.step()
-        scheduler.publish(lambda _, params=params: params, version)
+        scheduler.publish(functools.partial(scheduler.worker.set_params, params), version)
         finish(scheduler)
     assert len(compiled) == before > 5
 

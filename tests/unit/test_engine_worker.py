@@ -46,10 +46,10 @@ def sample(engine_worker, make):
         scheduler.step()
     for i in (0, 11):
         scheduler.abort(requests[i])
-    scheduler.publish(lambda params: params, 1)
+    scheduler.publish(lambda: None, 1)
     scheduler.step()
     scheduler.sleep()
-    scheduler.publish(make, 2)
+    scheduler.publish(lambda: engine_worker.set_params(make()), 2)
     while scheduler.busy:
         scheduler.step()
     assert len(done) == 12
@@ -59,7 +59,7 @@ def sample(engine_worker, make):
 @pytest.fixture(scope="module")
 def alone():
     one = worker()
-    return one, sample(one, lambda _: MODEL.init(1))
+    return one, sample(one, lambda: MODEL.init(1))
 
 
 def test_no_logits_are_kept_when_nothing_runs(alone):
@@ -80,8 +80,8 @@ def test_another_worker_repeats_the_calls_from_host_data(alone):
             getattr(other, name)(*args, **kwargs)
             yield
 
-    def make(asleep):
-        assert asleep is None and other.params is None and other._state is None, "both sleep"
+    def make():
+        assert ours.params is None and other.params is None and other._state is None, "both sleep"
         other.set_params(MODEL.init(1))
         return MODEL.init(1)
 

@@ -16,8 +16,9 @@ from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.preflight import resolve
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine
+from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.weights import DirectSink
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish, make_write
@@ -78,24 +79,27 @@ def test_a_sampler_whose_weights_cannot_be_made_ends():
     mesh = MeshSpec().build(jax.devices()[:1])
     model = Model(Qwen3Config())
     params = make_publish(mesh, model)(jax.jit(lambda: model.init(0))())
-    sampler = Sampler(Engine(model, SamplerConfig(slots=4), mesh, SLOT_AXES), params, 0, longest_prompt=0)
 
-    def broken(old):
-        raise ValueError("no memory")
+    class Broken(DirectSink):
+        def swap(self, version):
+            raise ValueError("no memory")
+
+    worker = EngineWorker(Engine(model, SamplerConfig(slots=4), mesh, SLOT_AXES))
+    sampler = Sampler(worker.engine, params, 0, longest_prompt=0, worker=worker, sink=Broken(worker))
 
     async def run():
         waiting = asyncio.ensure_future(sampler.generate(np.arange(5, dtype=np.int32), SamplingParams(1.0, 400), (0,)))
         while not sampler.stats.dispatches:
             await asyncio.sleep(0.01)
         with pytest.raises(SamplerError, match="version 1 could not be taken: ValueError: no memory"):
-            await asyncio.get_running_loop().run_in_executor(None, sampler.publish, broken, 1)
+            await asyncio.get_running_loop().run_in_executor(None, sampler.swap, 1)
         with pytest.raises(SamplerError, match="no memory"):
             await waiting
 
     try:
         asyncio.run(run())
         with pytest.raises(SamplerError, match="has stopped"):
-            sampler.publish(lambda old: old, 2)
+            sampler.swap(2)
     finally:
         sampler.close()
 

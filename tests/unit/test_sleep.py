@@ -11,11 +11,13 @@ from rolljax.errors import SamplerError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.run.weight_channel import SharedSink
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
@@ -31,15 +33,29 @@ def weights(seed):
     return jax.jit(MODEL.init, static_argnums=0)(seed)
 
 
+TRAINED = [weights(0)]
+"""The weights of a trainer on the sampler's devices."""
+
+
 @pytest.fixture
 def sampler():
-    made = Sampler(ENGINE, PUBLISH(weights(0)), 0, longest_prompt=0)
+    worker = EngineWorker(ENGINE)
+    made = Sampler(
+        ENGINE,
+        PUBLISH(weights(0)),
+        0,
+        longest_prompt=0,
+        worker=worker,
+        sink=SharedSink(PUBLISH, lambda: TRAINED[0], worker),
+    )
     yield made
     made.close()
 
 
-def wake(sampler, version=1):
-    sampler.publish(lambda old: PUBLISH(weights(version), old), version)
+def wake(sampler, version=1, params=None):
+    TRAINED[0] = params or weights(version)
+    sampler.prepare(Snapshot(version))
+    sampler.swap(version)
 
 
 def ask(sampler, number, max_tokens=24):
@@ -86,13 +102,13 @@ def test_nothing_compiles_after_the_first_waking(sampler):
     listen = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
     new = [weights(1), weights(2)]
     asyncio.run(answers(sampler))
-    sampler.publish(lambda old: PUBLISH(new[0], old), 1)
+    wake(sampler, 1, new[0])
     asyncio.run(answers(sampler))
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for version in (2, 3):
             sampler.sleep()
-            sampler.publish(lambda old, i=version - 2: PUBLISH(new[i], old), version)
+            wake(sampler, version, new[version - 2])
             asyncio.run(answers(sampler))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -128,7 +144,7 @@ def test_a_running_request_waits_and_continues_with_the_new_weights():
     scheduler.sleep()
     assert not scheduler.busy and scheduler.load().running == 0 and scheduler.load().waiting == 3 and not reasons
     assert scheduler.load().used_pages == scheduler.load().cached_pages == 0 and worker._logits == {}
-    scheduler.publish(lambda _: PUBLISH(weights(1)), 1)
+    scheduler.publish(lambda: worker.set_params(PUBLISH(weights(1))), 1)
     while scheduler.busy:
         scheduler.step()
     assert reasons == ["length"] * 3
@@ -164,16 +180,14 @@ def test_all_that_waits_for_a_sampler_that_is_asleep_fails_when_it_closes(sample
 
 
 def test_weights_that_cannot_be_made_end_a_sampler_that_is_asleep(sampler):
-    def broken(old):
-        assert old is None
-        raise ValueError("no memory")
+    TRAINED[0] = {"layers": {}}  # not what the sampler computes with
 
     async def run():
         sampler.sleep()
         pending = ask(sampler, 0)
-        with pytest.raises(SamplerError, match="version 1 could not be taken: ValueError: no memory"):
-            await asyncio.to_thread(sampler.publish, broken, 1)
-        with pytest.raises(SamplerError, match="no memory"):
+        with pytest.raises(SamplerError, match="version 1 could not be taken: "):
+            await asyncio.to_thread(sampler.swap, 1)
+        with pytest.raises(SamplerError, match="version 1 could not be taken: "):
             await pending.completion
 
     asyncio.run(run())

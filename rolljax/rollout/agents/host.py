@@ -27,7 +27,7 @@ from rolljax.rollout.agents.worker import GRACE_S, AgentProcess
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import Rollouts, SamplerPolicy
 from rolljax.rollout.start_states import Start
-from rolljax.sampler.client import Sampler
+from rolljax.sampler.client import SamplerClient
 from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import ServerLimits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
@@ -51,10 +51,10 @@ class AgentHost:
     """
 
     def __init__(
-        self, program: AgentProgram, sampler: Sampler, chat: Chat, max_context: int, model_name: str = "policy"
+        self, program: AgentProgram, sampler: SamplerClient, chat: Chat, max_context: int, model_name: str = "policy"
     ) -> None:
         self.program, self.sampler, self.sessions = program, sampler, Sessions()
-        vocab_size = sampler.engine.model.cfg.vocab_size
+        vocab_size = sampler.limits.vocab_size
         served = ServedModel(model_name, chat.tokenizer, chat, vocab_size, max_context)
         self.service = Service(sampler, served, ServerLimits(), self.sessions)
         self.url = ""
