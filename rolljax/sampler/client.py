@@ -59,20 +59,37 @@ class SamplerLimits:
 
 
 class SamplerClient(Protocol):
-    """A sampler, wherever its engine runs. `Sampler` documents the methods."""
+    """A sampler, wherever its engine runs."""
 
     @property
-    def limits(self) -> SamplerLimits: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def asleep(self) -> bool: ...
-    @property
-    def stats(self) -> SamplerStats: ...
-    @property
-    def error(self) -> SamplerError | None: ...
+    def limits(self) -> SamplerLimits:
+        """Sizes of the engine."""
+        ...
 
-    def load(self) -> SamplerLoad: ...
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        ...
+
+    @property
+    def asleep(self) -> bool:
+        """Return whether it has no weights and no KV pages (see `sleep`)."""
+        ...
+
+    @property
+    def stats(self) -> SamplerStats:
+        """A copy of the totals since the start."""
+        ...
+
+    @property
+    def error(self) -> SamplerError | None:
+        """The error that stopped the sampler, if it has stopped."""
+        ...
+
+    def load(self) -> SamplerLoad:
+        """Return the current load."""
+        ...
+
     def submit(
         self,
         prompt_ids: np.ndarray,
@@ -82,7 +99,20 @@ class SamplerClient(Protocol):
         priority: int = 0,
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
-    ) -> Pending: ...
+    ) -> Pending:
+        """Start to sample a continuation of `prompt_ids [P]`; call it from the event loop that waits for the result.
+
+        Args:
+          address: up to 5 integers; equal addresses give equal noise, whatever else is running.
+          priority: lower is served first; equal ones in the order of their arrival.
+          on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
+          resume: tokens that an aborted request of the same prompt had sampled; sampling resumes after them.
+
+        Raises:
+          SamplerError: the prompt leaves no room in the context, the request is malformed, or the sampler has stopped.
+        """
+        ...
+
     async def generate(
         self,
         prompt_ids: np.ndarray,
@@ -92,17 +122,65 @@ class SamplerClient(Protocol):
         priority: int = 0,
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
-    ) -> Completion: ...
-    async def score(self, prompt_ids: np.ndarray) -> np.ndarray: ...
-    async def warm_up(self, done: Callable[[int, int], None]) -> None: ...
-    def hold(self) -> Callable[[], None]: ...
-    def prepare(self, snapshot: Snapshot) -> None: ...
-    def swap(self, version: int) -> None: ...
-    def sleep(self) -> None: ...
-    def close(self) -> None: ...
+    ) -> Completion:
+        """Sample a continuation of `prompt_ids [P]`; cancelling the wait aborts the request. See `submit`."""
+        pending = self.submit(prompt_ids, params, address, priority=priority, on_tokens=on_tokens, resume=resume)
+        try:
+            return await pending.completion
+        except asyncio.CancelledError:
+            pending.abort()
+            raise
+
+    async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Return the model's log-prob of every token of `prompt_ids [P]` given the earlier ones; the first is NaN."""
+        ...
+
+    async def warm_up(self, done: Callable[[int, int], None]) -> None:
+        """Compile what requests of any length and settings can need (not `score`), one program after the other.
+
+        done: told how many programs of how many are compiled, before each and at the end.
+        """
+        ...
+
+    def hold(self) -> Callable[[], None]:
+        """Hold back the requests that are submitted from now on, so that they start together.
+
+        They start when the caller calls the returned function, at most `HOLD_S` later. Requests that run already
+        continue meanwhile. Call it in an event loop.
+        """
+        ...
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Bring the weights of a snapshot to the sampler's devices. Decoding continues."""
+        ...
+
+    def swap(self, version: int) -> None:
+        """Swap the weights for those of version `version`, between two dispatches, after `prepare` of their snapshot.
+
+        Running requests continue; their next tokens have the new version. A sampler that is asleep wakes up. If the
+        weights cannot be taken, the sampler stops.
+
+        Raises:
+          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in ten minutes.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the KV pages, between two dispatches; return when it is free.
+
+        The sampler is asleep until the next `swap`: requests that run or arrive wait for it, and can be aborted.
+
+        Raises:
+          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in ten minutes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the thread; requests that are still running fail."""
+        ...
 
 
-class Sampler:
+class Sampler(SamplerClient):
     """Continuous batching over an `Engine`, in a thread of its own.
 
     Args:
@@ -149,51 +227,27 @@ class Sampler:
 
     @property
     def limits(self) -> SamplerLimits:
-        """Sizes of the engine."""
         cfg = self.engine.cfg
         return SamplerLimits(cfg.max_context, cfg.slots, self.engine.model.cfg.vocab_size)
 
     @property
     def version(self) -> int:
-        """Policy version of the weights in use."""
         return self._scheduler.version
 
     @property
     def asleep(self) -> bool:
-        """Return whether it has no weights and no KV pages (see `sleep`)."""
         return self._scheduler.asleep
 
     @property
     def stats(self) -> SamplerStats:
-        """A copy of the totals since the start."""
         return copy.copy(self._scheduler.stats)
 
     @property
     def error(self) -> SamplerError | None:
-        """The error that stopped the sampler, if it has stopped."""
         return self._error
 
     def load(self) -> SamplerLoad:
-        """Return the current load."""
         return self._scheduler.load()
-
-    async def generate(
-        self,
-        prompt_ids: np.ndarray,
-        params: SamplingParams,
-        address: tuple[int, ...],
-        *,
-        priority: int = 0,
-        on_tokens: Callable[[Sampled], None] | None = None,
-        resume: Sampled | None = None,
-    ) -> Completion:
-        """Sample a continuation of `prompt_ids [P]`; cancelling the wait aborts the request. See `submit`."""
-        pending = self.submit(prompt_ids, params, address, priority=priority, on_tokens=on_tokens, resume=resume)
-        try:
-            return await pending.completion
-        except asyncio.CancelledError:
-            pending.abort()
-            raise
 
     def submit(
         self,
@@ -205,17 +259,6 @@ class Sampler:
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
     ) -> Pending:
-        """Start to sample a continuation of `prompt_ids [P]`; call it from the event loop that waits for the result.
-
-        Args:
-          address: up to 5 integers; equal addresses give equal noise, whatever else is running.
-          priority: lower is served first; equal ones in the order of their arrival.
-          on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
-          resume: tokens that an aborted request of the same prompt had sampled; sampling resumes after them.
-
-        Raises:
-          SamplerError: the prompt leaves no room in the context, the request is malformed, or the sampler has stopped.
-        """
         self._check(prompt_ids, params, address)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -247,11 +290,6 @@ class Sampler:
         return Pending(future, lambda: self._abort(request))
 
     def hold(self) -> Callable[[], None]:
-        """Hold back the requests that are submitted from now on, so that they start together.
-
-        They start when the caller calls the returned function, at most `HOLD_S` later. Requests that run already
-        continue meanwhile. Call it in an event loop.
-        """
         with self._closing:
             held = self._held = [] if self._held is None else self._held
 
@@ -265,7 +303,6 @@ class Sampler:
         return release
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Return the model's log-prob of every token of `prompt_ids [P]` given the earlier ones; the first is NaN."""
         self._check(prompt_ids, SamplingParams(), ())
         size = MIN_CHUNK
         while size < len(prompt_ids):
@@ -276,10 +313,6 @@ class Sampler:
         return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
 
     async def warm_up(self, done: Callable[[int, int], None]) -> None:
-        """Compile what requests of any length and settings can need (not `score`), one program after the other.
-
-        done: told how many programs of how many are compiled, before each and at the end.
-        """
         cfg = self.engine.cfg
         programs = self._scheduler.programs(cfg.max_context, multi_turn=True, variants=cfg.draw_variants)
         for i, program in enumerate(programs):
@@ -288,19 +321,9 @@ class Sampler:
         done(len(programs), len(programs))
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Bring the weights of a snapshot to the sampler's devices. Decoding continues."""
         self._sink.prepare(snapshot)
 
     def swap(self, version: int, timeout_s: float = 600.0) -> None:
-        """Swap the weights for those of version `version`, between two dispatches, after `prepare` of their snapshot.
-
-        Running requests continue; their next tokens have the new version. A sampler that is asleep wakes up. If the
-        weights cannot be taken, the sampler stops.
-
-        Raises:
-          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
-        """
-
         def change() -> None:
             self._scheduler.publish(lambda: self._sink.swap(version), version)
             waiting, self._until_awake = self._until_awake, []
@@ -310,17 +333,9 @@ class Sampler:
         self._change(change, f"weights of version {version}", "taken", timeout_s)
 
     def sleep(self, timeout_s: float = 600.0) -> None:
-        """Free the memory of the weights and the KV pages, between two dispatches; return when it is free.
-
-        The sampler is asleep until the next `swap`: requests that run or arrive wait for it, and can be aborted.
-
-        Raises:
-          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
-        """
         self._change(self._scheduler.sleep, "weights and KV pages", "freed", timeout_s)
 
     def close(self) -> None:
-        """Stop the thread; requests that are still running fail."""
         self.inbox.put(None)
         self._thread.join(timeout=60)
 
