@@ -266,7 +266,7 @@ def test_the_process_that_wandb_starts_itself_may_die(folder, monkeypatch):
                 while one._sent < 3:
                     assert one._thread.is_alive()
                     time.sleep(0.05)
-                [core] = children(one._process._popen.pid)
+                [core] = children(one._process.pid)
                 os.kill(core, signal.SIGKILL)
     assert [("Connection" in s, "in a row" in s) for s in said] == [(True, False), (False, True)]
     found = read_wandb(folder, config)
