@@ -35,7 +35,7 @@ MAX_TOKENS = 256
 """Default limit of an answer; the run or `--max_tokens` overrides it."""
 MOST_PROBS = 10
 MAX_TOOL_TURNS = 8
-"""Answers in a row that call tools, before the user is asked again."""
+"""Most consecutive answers that call tools before the user's next message."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
+    """Raise `ConfigError` for arguments that are wrong before anything is loaded."""
     if not is_run(args.model) and not (Path(args.model) / "config.json").is_file():
         raise ConfigError(
             "is neither a run folder (it has no config.gin) nor a Hugging Face folder (it has no config.json)",
@@ -218,7 +218,7 @@ class ChatSession:
                                                           f"{self._args.temperature:g}"))  # fmt: skip
 
     def _ask_task(self, index: int) -> None:
-        """Ask a task of the environment, in a conversation of its own."""
+        """Ask a task of the environment, in a new conversation."""
         if self._env is None:
             self._say("/task needs --env")
             return

@@ -22,7 +22,7 @@ class RolljaxError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook (IPython) shows of the error: the line that called rolljax, and the message."""
+        """Return the text that a notebook (IPython) shows: the line that called rolljax, and the message."""
         calls, where = traceback.extract_tb(self.__traceback__), []
         for (frame, _), call in zip(traceback.walk_tb(self.__traceback__), calls, strict=True):
             if str(frame.f_globals.get("__name__", "")).startswith("rolljax."):
@@ -241,7 +241,7 @@ EXIT_INTERRUPTED = 130
 
 @contextlib.contextmanager
 def boundary(error: type[RolljaxError], doing: str) -> Iterator[None]:
-    """Turn a foreign exception into `error`, saying what was being done. Ours pass through unchanged."""
+    """Turn a foreign exception into `error` with a description of the operation. Ours pass through unchanged."""
     try:
         yield
     except RolljaxError:

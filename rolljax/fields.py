@@ -1,4 +1,4 @@
-"""JSON that anybody may have written, read as what it should be: every field as the type that it must have."""
+"""Parses untrusted JSON: every field must have its declared type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDED = object()
 
 
 class Damaged(ValueError):
-    """A file or a line that is not what it should be; the text names the field."""
+    """A file or a line is malformed; the text names the field."""
 
 
 def is_there(path: Path, *, folder: bool = False) -> bool:
@@ -63,7 +63,7 @@ class Fields:
         return value
 
     def wrong(self, name: str, wanted: str) -> Damaged:
-        """Return the error that says what a field is and what it should be."""
+        """Return the error with a field's value and its expected type."""
         return Damaged(f"{self._place}{name} is {_short(self._value.get(name))}, not {wanted}")
 
     def __contains__(self, name: str) -> bool:

@@ -322,7 +322,7 @@ def _number(name: str, parts: Sequence[float]) -> float:
 
 
 def check_row(row: Mapping[str, float]) -> list[str]:
-    """Return what is wrong with a row of metrics: unknown names, and values outside their range."""
+    """Return the errors of a row of metrics: unknown names, and values outside their range."""
     wrong = [f"{name} is not in metrics.NAMES" for name in row if "/" in name and not is_known(name)]
     for name, value in row.items():
         if (m := metric(name)) and not m.low <= value <= m.high:

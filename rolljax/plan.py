@@ -110,7 +110,7 @@ def devices(recipe: Recipe, topology: str, sampler_topology: str | None) -> list
 
 
 def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[ProgramReport]:
-    """Compile one program after the other, and say which on stderr."""
+    """Compile one program after the other, and print its name on stderr."""
     from rich.console import Console
 
     from rolljax.errors import ConfigError
@@ -185,7 +185,8 @@ def to_json(found: Plan) -> dict[str, Any]:
 
 
 def timings(found: Plan, steps: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
-    """Return what `simulate --timings` takes, of the last phase that samples; None if a program of it was not compiled.
+    """Return the input of `simulate --timings` for the last phase that samples; None if one of its programs was not
+    compiled.
 
     steps: of `step_times`.
     """

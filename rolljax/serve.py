@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
+    """Raise `ConfigError` for arguments that are wrong before anything is loaded."""
     check_source(args.run, args.model, cli.read_step(args.step), args.chat_template)
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
@@ -321,7 +321,7 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
 
 
 async def warm_up(service: Service, url: str) -> None:
-    """Compile what requests can need, with a bar on a terminal and a few lines elsewhere."""
+    """Compile the programs that requests can need, with a bar on a terminal and a few lines elsewhere."""
     from rolljax.console.progress import ProgressBar
 
     with ProgressBar("compiling") as bar:

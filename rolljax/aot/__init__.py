@@ -1,1 +1,1 @@
-"""Programs compiled ahead of time, and what their compiled text says of memory, work and time."""
+"""Compiles programs ahead of time, and reads memory, work and time from their compiled text."""

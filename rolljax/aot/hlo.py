@@ -42,7 +42,7 @@ class Collective:
     axes: tuple[str, ...]
     dtype: str
     hidden: bool
-    """The compiler started it asynchronously, so that it may run behind matmuls."""
+    """Whether the compiler made it asynchronous, so that it can overlap with matmuls."""
     times: float
     payload_bytes: float
     """Bytes on the larger side (inputs or outputs) of these collectives, summed over all executions."""

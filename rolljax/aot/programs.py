@@ -41,7 +41,7 @@ from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import Reshard, make_write
 
 Sizes = Mapping[str, float]
-"""Bytes of one device by what they are."""
+"""Bytes of one device by purpose."""
 LEAVING, ARRIVING = "leaving weights", "arriving weights"
 """Names of `Sizes` for weights in transfer between meshes, on either side."""
 
@@ -66,7 +66,7 @@ class Program:
     """Tokens that one execution computes (see `Report`)."""
 
     def compile(self, chip: Chip, folder: Path | None = None) -> ProgramReport:
-        """Compile, and read what came out. A program that the compiler refuses is a report, not an error.
+        """Compile, and report the result. A program that the compiler refuses is a report, not an error.
 
         folder: where to write the compiled text.
         """

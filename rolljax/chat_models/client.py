@@ -83,7 +83,7 @@ class EndpointConfig(ChatModelConfig):
 
     @property
     def base(self) -> str:
-        """The address, without what requests add to it."""
+        """The address, without the path that requests add to it."""
         return self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
 
     @property
@@ -116,7 +116,7 @@ class Endpoint:
         self._open: tuple[httpx2.AsyncClient, asyncio.Semaphore] | None = None
 
     async def close(self) -> None:
-        """Close the connections; the next request opens new ones, on whatever event loop it is made."""
+        """Close the connections; the next request opens new ones, on the event loop of that request."""
         if self._open is not None:
             await self._open[0].aclose()
             self._open = None

@@ -18,7 +18,7 @@ from rolljax.types import FinishReason
 MAX_BODY_BYTES = 1 << 24
 """Bytes of a chat completion, as they arrive and unpacked: 128 thousand tokens with their log-probs."""
 MAX_PARTS = 1 << 20
-"""Commas, colons and opening brackets of a body: what its values cost in memory and time."""
+"""Most commas, colons and opening brackets of a body; they bound the memory and time of its values."""
 SMALL = 1 << 15
 """Bytes up to which a body is parsed on the event loop; a longer one would stall it and is parsed in a thread."""
 MAX_TOKEN = 2**31

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that are sent lines and answer with lines.
+"""Child processes that receive lines and answer with lines.
 
 A `Child` has a clean environment, a session of its own, and a limit on the length of a line. Its standard error is read
 while somebody waits for it, and its end is part of error messages. When a child ends or is killed, everything that it
@@ -78,7 +78,7 @@ class LinePipe:
 
     @property
     def ready(self) -> bool:
-        """Return whether `take` gives a line, or says that one is too long."""
+        """Return whether `take` would return a line, or raise for a line that is too long."""
         return bool(self.lines) or (self.rest_bytes > self._max_bytes and not self._skip_long)
 
     def send(self, line: bytes) -> None:
@@ -216,7 +216,7 @@ class Child:
         return how + when + more
 
     def send(self, line: bytes) -> None:
-        """Send a line. Never waits: what does not fit into the pipe is sent while an answer is awaited."""
+        """Send a line. Never waits: the part that does not fit into the pipe is sent while an answer is awaited."""
         self._pipe.send(line)
         if self._wake is not None:  # another task waits for pipes whose state has changed
             self._wake.set()
@@ -332,7 +332,7 @@ class Child:
         return ChildError(self.state("closed its output", " before it answered"), "ended", bytes(self._pipe.rest))
 
     def _move(self) -> bool:
-        """Write what the pipe takes and read what is there; return whether anything was read."""
+        """Write as much as the pipe takes and read the available output; return whether anything was read."""
         self._pipe.write()
         came = self._pipe.read()
         if self._errors is not None and self._errors_open:
@@ -425,7 +425,7 @@ def unpickled(text: str | bytes) -> Any:
 
 
 def how_it_ended(code: int) -> str:
-    """Say what an exit code means."""
+    """Explain an exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -98,7 +98,7 @@ class EventLoop:
                 task.cancel()
 
     def close(self) -> None:
-        """Cancel what is left and end the threads."""
+        """Cancel the remaining tasks and end the threads."""
 
         async def cancel() -> None:
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]

@@ -136,7 +136,7 @@ class _Member:
 
 
 class Leader(_Member):
-    """The first process; see `SingleProcess` for what its methods are for."""
+    """The first process; `SingleProcess` documents the methods."""
 
     def __init__(self, connections: dict[int, Connection]) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Follower(_Member):
         return own
 
     def serve(self, check: Callable[[str], None]) -> None:
-        """Call what the leader calls, one after the other, until it ends the run.
+        """Repeat the leader's calls, one after the other, until it ends the run.
 
         A `TrainerError` is the leader's too, which says so and ends the run.
 

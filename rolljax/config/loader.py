@@ -114,7 +114,7 @@ class _Build:
         return Loaded(value, flatten(value), text, self.where)
 
     def _object(self, cls: type, scope: str | None, base: Any = None) -> Any:
-        """Build an object of a class, or return `base` if that is what would be built.
+        """Build an object of a class, or return `base` if nothing would change.
 
         Args:
           scope: where it is built; None: no binding applies.

@@ -92,7 +92,7 @@ class Bindings:
         check_class(root, check.full_name(root), "load(root=)")
 
     def read_file(self, path: str, layer: tuple[int, ...], included_at: str = "", inside: tuple[str, ...] = ()) -> None:
-        """Read one file and what it includes; every name is resolved at its own line."""
+        """Read one file and its includes; every name is resolved at its own line."""
         if path in inside:
             raise ConfigError("includes itself", setting=path, where=included_at, remedy="remove one of the includes")
         symbols: dict[str, ModuleType] = {}

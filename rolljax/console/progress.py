@@ -67,7 +67,7 @@ class ProgressBar:
             self._bar.stop()
 
     def advance(self, num: int) -> None:
-        """Add to what the bar shows as done."""
+        """Advance the bar."""
         if self._bar is not None:
             self._bar.advance(0, num)
 
@@ -248,7 +248,7 @@ class Console:
             self.say(text)
 
     def end_phase(self) -> None:
-        """Take the live panel away; what it last said stays as a line."""
+        """Remove the live panel; its last text stays as a line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

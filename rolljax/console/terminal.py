@@ -31,7 +31,7 @@ class Unfailing:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, or leave it."""
+        """Write the buffer if possible."""
         with contextlib.suppress(OSError, ValueError):
             if self._stream is not None:
                 self._stream.flush()

@@ -137,7 +137,7 @@ class Writer:
         self._file.write(line_of(record))
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write the buffered records, and close the file."""
         if self._form == "parquet":
             self._write_rows()
             if self._table is not None:

@@ -122,7 +122,7 @@ class Quality(Checked, Stage):
                 yield record
 
     def fault(self, text: str) -> str:
-        """Return what is wrong with a text, in a word; empty: nothing."""
+        """Return the fault of a text, in a word; empty: none."""
         symbols = sum(not c.isalnum() and not c.isspace() for c in text)
         if "\ufffd" in text:
             return "broken_characters"

@@ -66,7 +66,7 @@ class Pipeline:
     concurrency: Annotated[int, Range(low=1)] = 32
     """Maximum number of concurrent requests to a model."""
     output: Format = "jsonl"
-    """Format of what comes out."""
+    """Format of the output files."""
     split_by: str = ""
     """A column whose values (texts) name the files that records go to; empty: all go into one, `data`."""
     bad_rows: Literal["error", "skip"] = "error"

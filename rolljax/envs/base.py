@@ -91,7 +91,7 @@ class Env(abc.ABC):
         raise EnvError("this environment cannot be copied in the middle of an episode; replay its actions instead")
 
     def close(self) -> None:  # noqa: B027  # most episodes hold nothing
-        """Free what the episode holds."""
+        """Free the episode's resources."""
 
 
 class PureEnv(Env):
@@ -153,7 +153,8 @@ class EnvSpec(abc.ABC):
         """Make a new environment."""
 
     def warm(self) -> None:  # noqa: B027  # most need nothing
-        """Import and load what every episode needs. Called once, in the process that workers are forked from."""
+        """Import and load everything that all episodes share. Called once, in the process that workers are forked
+        from."""
 
     def run_limits(self) -> RunLimits | None:
         """Return new time limits by task, for environments that run programs and use them (`Env.run_limit_s`). Default:

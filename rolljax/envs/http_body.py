@@ -44,7 +44,7 @@ class Unpacker:
         self._max_bytes, self._arrived, self._unpacked = max_bytes, 0, 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what the next bytes of the body unpack to, in pieces of at most `MAX_PIECE` bytes.
+        """Unpack the next bytes of the body; yield pieces of at most `MAX_PIECE` bytes.
 
         Raises:
           BadBody: there are too many of them, or they are not gzip.

@@ -179,7 +179,7 @@ def _domain(of: Domain | str) -> Domain:
 
 
 class MixtureEnv(Env):
-    """An episode of whatever domain its task is of."""
+    """An episode of its task's domain."""
 
     def __init__(self, spec: Mixture) -> None:
         self._spec = spec

@@ -49,7 +49,7 @@ class RunLimits:
         return min(max(self._cfg.low_s, self._cfg.factor * self._longest_s[task.id]), self._most_s)
 
     def learn(self, task: Task, result: StepResult) -> None:
-        """Take in what the environment said of a program for `task`."""
+        """Record the environment's report on a program for `task`."""
         if not result.success or RUN_S not in result.metrics:
             return
         longest_s = max(float(result.metrics[RUN_S]), self._longest_s.get(task.id, 0.0))

@@ -86,7 +86,7 @@ def _whole_order(num: int, seed: int) -> list[int]:
 
 
 def _enciphered(block: Any, bits: int, seed: int) -> Any:
-    """Return what Simon makes of a block of two words, an int or an array of them. bits: of a word."""
+    """Encrypt a block of two words with Simon, an int or an array of them. bits: of a word."""
     keys, mask = _round_keys(seed), (1 << bits) - 1
     left, right = block >> bits & mask, block & mask
     for first, second in zip(keys[::2], keys[1::2], strict=True):
@@ -103,7 +103,7 @@ def _mixed(word: Any, bits: int, mask: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """Return the keys of all rounds: what `std::seed_seq{seed}` generates (C++'s standard, [rand.util.seedseq])."""
+    """Return the keys of all rounds, as `std::seed_seq{seed}` generates them (C++'s standard, [rand.util.seedseq])."""
     out, n, given = [0x8B8B8B8B] * ROUNDS, ROUNDS, (1, seed)
     t = (n - 1) // 2
     p = (n - t) // 2

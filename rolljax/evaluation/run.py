@@ -85,7 +85,7 @@ class Witness(Protocol):
         """Return an existing answer, which need not be requested."""
 
     async def look(self, trajectory: Trajectory) -> Trajectory:
-        """Return the answer as it is to be kept.
+        """Return the answer in the form to store.
 
         Raises:
           RolljaxError: the evaluation cannot continue.
@@ -242,7 +242,7 @@ def make_attempts(
 
 
 async def _attempt(rollouts: EpisodeRollouts, job: EvaluationJob, witness: Witness | None) -> Trajectory:
-    """Make one attempt; return it as it is to be kept."""
+    """Make one attempt; return it in the form to store."""
     found = None if witness is None else witness.kept(job.key)
     if found is None:
         found = await rollouts.trajectory(job.task, job.key)

@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 CHUNK = 1 << 20
-"""Draws that a bootstrap holds in memory at once."""
+"""Resampled values that a bootstrap holds in memory at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

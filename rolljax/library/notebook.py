@@ -47,7 +47,7 @@ class RefreshedConsole(Console):
     """A console that is called again and again from the thread that waits for the run."""
 
     def refresh(self, *, at_end: bool = False) -> None:
-        """Show what has changed."""
+        """Show the changes."""
 
 
 class SilentConsole(RefreshedConsole):

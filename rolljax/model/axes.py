@@ -44,7 +44,7 @@ PARAM_RULES: Rules = {
 `expert_*`: of the weights of experts, which the expert axis spreads over devices already."""
 
 COMPUTED_RULES: Rules = {**PARAM_RULES, "embed": ()}
-"""Mesh axes of a weight while a layer computes with it: what is spread for its size alone is gathered."""
+"""Mesh axes of a weight while a layer computes with it: axes that are split for size alone are gathered."""
 GATHERED = "gathered"
 """Name, for `jax.checkpoint`, of a gathered weight: the backward pass gathers it again."""
 

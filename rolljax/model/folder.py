@@ -94,7 +94,7 @@ class Folder:
         return Folder(f"{self.path}: {name}", value)
 
     def refuse(self, **bad: bool) -> None:
-        """Raise `CheckpointError` for the first of these fields that asks for what is not computed."""
+        """Raise `CheckpointError` for the first of these fields that requests an unsupported computation."""
         for name, is_bad in bad.items():
             if is_bad:
                 raise CheckpointError(f"{self.path}: {name} = {_shown(self.fields.get(name))} is not supported")

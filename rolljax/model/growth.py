@@ -23,7 +23,7 @@ _FACTORS = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "Metaspace": 3.0}
 
 
 def check_growth(tokenizer: Mapping[str, Any], path: Path) -> None:
-    """Check what a `tokenizer.json` does with texts before and after the model.
+    """Check the steps of a `tokenizer.json` before and after its model.
 
     Args:
       tokenizer: the file as JSON.

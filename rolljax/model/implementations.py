@@ -55,7 +55,7 @@ def why_not(name: Name, case: Case) -> str:
 
 
 def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Name:
-    """Return what attends to full rows of queries `[B, T, H, C]`.
+    """Return the function that attends to full rows of queries `[B, T, H, C]`.
 
     Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices.
 

@@ -24,11 +24,11 @@ MEMORY_BYTES = 2**30
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
 """Characters that a template may write, and further characters for each byte of its request."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names for what a model thought, the one that templates read first."""
+"""Names of the reasoning in a message; templates read the first of them that is there."""
 
 
 def render(template: str, variables: Mapping[str, Any], day: str | None = None) -> str:
-    """Return the text that a template makes of `messages`, `tools` and whatever else there is.
+    """Render a template with `messages`, `tools` and further variables.
 
     Args:
       day: that it is for the template, as ISO 8601 writes it; None: today.

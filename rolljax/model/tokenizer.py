@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: prompts as token ids, and the exact tokens that stand between two turns.
+"""Tokenizers and chat templates: prompts as token ids, and the exact tokens between two turns.
 
 Token streams only ever grow. The tokens of a later turn's observation are what the chat template puts between the end
 of the last answer and the start of the next one; what was sampled is never tokenised again. Text that happens to spell

@@ -79,7 +79,7 @@ def fingerprint(template: str) -> str:
 
 
 def training_template(template: str) -> str:
-    """Return the training template of a known original; every other template as it is."""
+    """Return the training template of a known original; every other template unchanged."""
     original = ORIGINALS.get(fingerprint(template))
     for before, after in original.edits if original else ():
         template = template.replace(before, after)

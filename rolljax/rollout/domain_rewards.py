@@ -34,7 +34,7 @@ class DomainScorer:
 
 
 def check_rewards(reward: RewardConfig | None, domains: Domains, around: RewardContext) -> None:
-    """Look for what is wrong with the rewards before anything is allocated; raises like `RewardConfig.check`."""
+    """Check the rewards before anything is allocated; raises like `RewardConfig.check`."""
     for _, config, own in _by_domain(reward, domains, around):
         config.check(own)
 

@@ -232,7 +232,7 @@ class MixtureShares:
         return self._rule.validation if self._rule and every and step % every == 0 and step > self._measured_at else 0
 
     def measured(self, step: int, found: Mapping[str, Perplexities]) -> None:
-        """Take in the perplexities that were asked for."""
+        """Record the requested perplexities."""
         assert self._rule is not None
         self._memory, self._measured_at = self._rule.measured(self._weights, self._memory, found), step
 

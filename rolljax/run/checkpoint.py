@@ -157,8 +157,7 @@ class Checkpoints:
         return [name for _, _, name in sorted(found, reverse=True)[:number]]
 
     def retain(self, keep: int, keep_best: int = 0) -> int:
-        """Take away all but the newest `keep` and the `keep_best` of the highest held-out rewards, and what was found
-        damaged.
+        """Delete all but the newest `keep` and the `keep_best` with the highest held-out rewards, and damaged ones.
 
         Returns:
           `total_steps` of the oldest one of the newest, 0 where there is none.
@@ -208,8 +207,8 @@ def write(path: Path, tree: Any, texts: dict[str, str]) -> None:
 
 
 def _give_back_memory() -> None:
-    """Give the system what Orbax has freed. The C library keeps it for the threads that wrote: 0.8 GiB for each GiB of
-    arrays, which the next update would not find."""
+    """Return the memory that Orbax has freed to the system. The C library keeps it for the threads that wrote: 0.8 GiB
+    for each GiB of arrays, which the next update would not find."""
     with contextlib.suppress(OSError, AttributeError):  # a C library that is not glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

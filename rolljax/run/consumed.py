@@ -21,11 +21,11 @@ class ConsumedStep:
     version: int
     """Version of the policy that was trained."""
     prompt_indices: list[int]
-    """Draws of the groups that the step trained, in order."""
+    """Prompt indices of the groups that the step trained, in order."""
     start_versions: list[int]
     """Policy version at the start of each trained group."""
     dropped: dict[str, list[int]]
-    """Draws that were dropped since the line before, by reason (`group_buffer.Dropped`)."""
+    """Prompt indices dropped since the previous line, by reason (`group_buffer.Dropped`)."""
     waiting: dict[str, int]
     """Index of the task of each group that is in flight, ready, or starts again, by prompt index."""
     stream_position: str
@@ -43,7 +43,7 @@ class ConsumedStep:
 
 
 class DrawAccount:
-    """The fate of the draws of a phase: the sum of its lines of `consumed.jsonl`."""
+    """The fate of the prompt indices of a phase: the sum of its lines of `consumed.jsonl`."""
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
@@ -65,12 +65,12 @@ class DrawAccount:
 
     @property
     def again(self) -> list[int]:
-        """Cancelled draws that wait to start again, in the order in which they were cancelled."""
+        """Cancelled prompt indices that wait to start again, in the order of their cancellation."""
         return [prompt_index for prompt_index in self._late if str(prompt_index) in self._waiting]
 
     @property
     def in_flight(self) -> list[int]:
-        """Draws that were started, and neither trained nor dropped."""
+        """Prompt indices of groups that were started, and neither trained nor dropped."""
         again = set(self.again)
         return [prompt_index for prompt_index in map(int, self._waiting) if prompt_index not in again]
 

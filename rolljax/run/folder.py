@@ -87,7 +87,7 @@ _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
 HELDOUT = "heldout"
 """Entry of `RunFolder.recorded` with the files of held-out answers."""
 FOUND_S = 30.0
-"""Longest that a shared file system takes to show one process what another wrote."""
+"""Longest delay with which a shared file system shows one process another's writes."""
 
 
 class RunFolder(RunReader):

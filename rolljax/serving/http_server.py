@@ -206,7 +206,7 @@ class Protocol(HttpToolsProtocol):
         raise ValueError(error.message)
 
     def _refuse(self, error: Refusal) -> None:
-        """Answer what is no request, and end the connection; in the middle of another answer only end it."""
+        """Answer a malformed request, and end the connection; in the middle of another answer only end it."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = self._body_of(error.status, error.message)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -142,7 +142,7 @@ class Job:
     params: SamplingParams
     n: int
     seed: int | None
-    """None draws one."""
+    """None: a random one."""
     priority: int
     alternatives: int | None
     """Likely tokens reported next to each sampled one; None: no log-probs at all."""

@@ -83,7 +83,7 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
 
 
 def _records(path: Path, read: Callable[[Fields], Row]) -> list[Row]:
-    """Return what `read` makes of each line of a file of JSON Lines. Raises as `fitted` does."""
+    """Parse each line of a file of JSON Lines with `read`. Raises as `fitted` does."""
     try:
         data = reading.read_bytes(path)
     except OSError as e:
@@ -98,7 +98,7 @@ def _records(path: Path, read: Callable[[Fields], Row]) -> list[Row]:
 
 
 def _step(line: Fields, phases: Collection[str]) -> Row:
-    """Return what is read of a step's metrics; nothing of a step of another phase."""
+    """Return the used metrics of a step; empty for a step of another phase."""
     if line.text("phase") not in phases:
         return {}
     amounts = {name: line.finite(name, low=0) for name in AMOUNTS}
@@ -106,7 +106,7 @@ def _step(line: Fields, phases: Collection[str]) -> Row:
 
 
 def _trajectory(line: Fields) -> Row:
-    """Return what is read of a trajectory. group: its key. prompts, answers: tokens of each turn. fault: its kind."""
+    """Return the used fields of a trajectory. group: its key. prompts, answers: tokens of each turn. fault: its kind."""
     key, turns, status = line.inside("key"), line.all_inside("turns"), line.text("status")
     return {
         "group": (key.whole("stream"), key.whole("prompt_index")),

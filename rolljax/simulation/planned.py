@@ -1,4 +1,4 @@
-"""Timings of a recipe from what `rolljax.plan` counts of its compiled programs."""
+"""Timings of a recipe from the figures of `rolljax.plan` on its compiled programs."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LINES = {
     "no_signal_groups": "groups without a signal, of each step",
     "longest_wait_s": "longest wait of the loop, seconds",
 }
-"""The numbers of a summary, and what they are."""
+"""The figures of a summary, and their meaning."""
 
 
 @dataclasses.dataclass(frozen=True)

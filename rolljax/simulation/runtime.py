@@ -51,7 +51,7 @@ class SimulatedClock:
         self._spent_s = 0.0
 
     def spend(self, name: str, seconds: float) -> None:
-        """Say that the current call takes so long."""
+        """Set the duration of the current call."""
         now = asyncio.get_running_loop().time()
         self.spans.append(Span(name, now, now + seconds))
         self._spent_s += seconds

@@ -28,7 +28,7 @@ _READERS = 8
 
 
 def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> str:
-    """Return what is wrong with a log of steps, a sentence; empty if it is as it was written.
+    """Describe the damage of a log of steps in a sentence; empty if it is undamaged.
 
     Args:
       data: what the file holds. step: the last one that is done. recorded: see `durable.Written.to_json`, by name; a
@@ -59,7 +59,7 @@ def _holds(data: bytes, recorded: object) -> bool:
 
 
 def of_files(folder: Path, wanted: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with files of a folder, a sentence for each.
+    """Describe the damaged files of a folder, a sentence for each.
 
     Args:
       wanted: SHA-256 by name, the newest first.

@@ -202,10 +202,10 @@ class Written:
     sha256: Any = dataclasses.field(default_factory=hashlib.sha256)
 
     def add(self, data: bytes) -> None:
-        """Take in what was appended."""
+        """Add the appended bytes."""
         self.size += len(data)
         self.sha256.update(data)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint records."""
+        """Return the record for a checkpoint."""
         return {"bytes": self.size, "sha256": self.sha256.hexdigest()}

@@ -233,7 +233,8 @@ class Trackers:
         return bool(self._feeds)
 
     def row(self) -> dict[str, float]:
-        """Return what trackers have lost since the last call, for the next row; empty without trackers."""
+        """Return the number of items that trackers have lost since the last call, for the next row; empty without
+        trackers."""
         if not self._feeds:
             return {}
         lost, told = sum(feed.lost for feed in self._feeds), self._told

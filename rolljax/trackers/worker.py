@@ -13,7 +13,7 @@ from rolljax.trackers.base import Tracker
 
 
 def main() -> None:
-    """Open a tracker, call its methods as requests say, and close it."""
+    """Open a tracker, call its methods as requested, and close it."""
     tracker: Tracker | None = None
 
     def reply(request: str) -> int | str:

@@ -42,7 +42,7 @@ Samples = Sequence[Sequence[Sample]]
 
 
 class NotFinite(TrainerError):
-    """A loss or gradient was not finite. `batch` is what it came from."""
+    """A loss or gradient was not finite. `batch` is its batch."""
 
     def __init__(self, message: str, batch: TokenBatch) -> None:
         super().__init__(message)

@@ -41,7 +41,7 @@ LossFn = Callable[[Params, TokenBatch], Loss]
 CriticLossFn = Callable[[Params, jax.Array, jax.Array, TokenBatch], Loss]
 """From parameters, old values and weights `[B, T]`, and the micro-batch."""
 ReferencePolicies = Mapping[str, tuple[Model, Params]]
-"""Policies that stay as they are, by where they come from."""
+"""Frozen policies, by source."""
 
 
 def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:

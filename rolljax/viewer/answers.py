@@ -50,7 +50,7 @@ def step(run: ViewedRun, number: int, wanted: Filter) -> Json:
 
 
 def damage(records: TrajectoryFile) -> Json | None:
-    """Return how many lines of a file cannot be read, and what is wrong with the first; None if all can."""
+    """Return the number of unreadable lines of a file, and the error of the first; None if all can be read."""
     line = next(iter(records.damaged), None)
     return None if line is None else {"n": len(records.damaged), "line": line, "why": records.damaged[line]}
 

@@ -30,7 +30,7 @@ their file."""
 
 
 class NotThere(LookupError):
-    """A run, step or trajectory that is not there; the text says which."""
+    """A run, step or trajectory does not exist; the text names it."""
 
 
 class ViewedRun:
@@ -82,7 +82,7 @@ class ViewedRun:
         }
 
     def _object(self, name: str, damaged: list[str]) -> Json:
-        """Return the JSON object of a file; what is wrong with the file is added to `damaged`."""
+        """Return the JSON object of a file; errors of the file are added to `damaged`."""
         try:
             return reading.load_object(self.path / name)
         except FileNotFoundError:
@@ -310,13 +310,13 @@ def _is_phase_steps(key: str) -> bool:
 
 
 def _recipe_of(config: Json) -> str:
-    """Return what is the same for runs whose settings differ in nothing but their seed; empty without settings."""
+    """Return a key that is equal for runs whose settings differ only in their seed; empty without settings."""
     others = {name: value for name, value in config.items() if name != "seed"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:16] if others else ""
 
 
 def _evaluations(found: object) -> list[Json]:
-    """Return the held-out rewards of a summary, those of them that have a phase and a mean."""
+    """Return the held-out rewards of a summary that have a phase and a mean."""
     every = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
     return [
         {
@@ -331,7 +331,7 @@ def _evaluations(found: object) -> list[Json]:
 
 
 def _environment(found: Json) -> Json:
-    """Return what a run was made by; empty unless all of it is there."""
+    """Return the recorded environment of a run; empty unless it is complete."""
     command, packages, devices = found.get("command"), found.get("packages"), as_whole(found.get("devices"))
     if not isinstance(command, list) or not isinstance(packages, dict) or devices is None:
         return {}

@@ -19,7 +19,7 @@ _GLOBAL = threading.Lock()
 
 
 def library(name: str, install: str) -> Any:
-    """Import the module `name`; if it is missing, raise an error that says what to install."""
+    """Import the module `name`; if it is missing, raise an error that names the package to install."""
     with needed(name, "environment", install=install):
         return importlib.import_module(name)
 

@@ -165,7 +165,7 @@ def _bare(id: str) -> str:
 
 
 def _registered(id: str) -> Any:
-    """Return what gymnasium knows of an id, after importing the module that stands before its colon."""
+    """Return gymnasium's registration of an id, after importing the module before its colon."""
     import gymnasium
 
     module, _, bare = id.rpartition(":")

@@ -206,7 +206,7 @@ def refused(status: int, url: str, setting: str, token_env: str) -> None:
 
 
 def check_url(url: str, setting: str) -> None:
-    """Raise `ConfigError` for what is no address of a server."""
+    """Raise `ConfigError` if the text is no address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("is no address of a server", setting=setting, value=url, remedy="like http://127.0.0.1:8000")

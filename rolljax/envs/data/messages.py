@@ -20,7 +20,7 @@ def is_list(value: Any) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the list of objects that a text spells as JSON; return anything else as it is.
+    """Return the list of objects that a text spells as JSON; return anything else unchanged.
 
     Raises:
       BadRow: an object of the list has a key twice, or a number that is none.
@@ -78,7 +78,7 @@ def text(value: Any, location: str, *, empty: bool = False) -> str:
 
 
 def written(value: Any, location: str) -> Any:
-    """Return a number as text, and anything else as it is. Raises `BadRow`: the number is not finite."""
+    """Return a number as text, and anything else unchanged. Raise `BadRow` if the number is not finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     if not math.isfinite(value):

@@ -35,7 +35,7 @@ def equal(reference: str, answer: str) -> bool | TooMuch:
 
 
 def warm() -> None:
-    """Load what a child needs, and let the grammar learn what is usual."""
+    """Load the modules of a child, and warm up the grammar with usual formulas."""
     for reference, answer in _USUAL:
         _equal(reference, answer)
 

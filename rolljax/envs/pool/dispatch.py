@@ -140,7 +140,7 @@ class Dispatcher:
             self._link.close()
 
     def _run_once(self) -> None:
-        """Do whatever can be done now, or wait for something to do."""
+        """Do the pending work, or wait for some."""
         self._link.poll(self._pause_s(), self)
         self._awake = False
         while self._inbox:

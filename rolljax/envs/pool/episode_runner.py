@@ -214,7 +214,7 @@ class EpisodeRunner:
         )
 
     def close(self) -> None:
-        """Close, whatever the environment says to it: the episode is over, or failed already."""
+        """Close the environment and ignore its errors: the episode is over, or failed already."""
         try:
             self.call("close", None)
         except RolljaxError:

@@ -100,7 +100,7 @@ class ForkServer:
             self._reap()
 
     def end(self) -> None:
-        """Wait a moment for the workers, which see that the pool is gone, then kill what is left of them."""
+        """Wait briefly for the workers, which notice that the pool is gone, then kill the remaining ones."""
         end = time.monotonic() + END_S
         while self._children and time.monotonic() < end:
             for child in self._children.values():
@@ -211,7 +211,7 @@ class ForkServer:
 
 
 def serve(sock: socket.socket, episodes: wire.WorkerEpisodes) -> None:
-    """Answer requests until the pool closes its end, then close what is open."""
+    """Answer requests until the pool closes its end, then close the open episodes."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     try:

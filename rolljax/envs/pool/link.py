@@ -13,7 +13,7 @@ episode."""
 
 
 class LinkEvents(Protocol):
-    """Receives from a link what happens to its workers."""
+    """Receives the events of a link's workers."""
 
     def ready(self, generation: int) -> None:
         """Note that the worker accepts requests."""

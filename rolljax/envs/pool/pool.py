@@ -75,7 +75,7 @@ class PoolStats:
     set_aside: int
     """Tasks that had too many of them."""
     under_way: Mapping[str, int]
-    """Calls without an answer, by what they do."""
+    """Calls without an answer, by verb."""
 
 
 class EnvPool:
@@ -149,7 +149,7 @@ class EnvPool:
         )
 
     def close(self) -> None:
-        """Close what is open and let the workers go, within `close_s` and a moment. Calls under way raise."""
+        """Close the open episodes and end the workers, within little more than `close_s`. Calls in progress raise."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +233,7 @@ class Episode:
         return str(await self._do("rejected", None))
 
     async def close(self) -> None:
-        """Free what the episode holds. Never raises, and never waits longer than `close_s`: an episode that hangs is
+        """Free the episode's resources. Never raises, and never waits longer than `close_s`: an episode that hangs is
         torn down in the background."""
         if self._is_closed:
             return

@@ -183,7 +183,7 @@ class ProcessLink:
             self._selector.modify(peer.sock, mask, peer)
 
     def _read(self, peer: _ProcessPeer, events: LinkEvents) -> bool:
-        """Pass on what a worker sent; False when there is nothing more to read now."""
+        """Forward a worker's output; return False if there is nothing more to read now."""
         came = peer.pipe.read()
         try:
             while peer.pipe.ready:

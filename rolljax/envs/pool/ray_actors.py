@@ -130,7 +130,7 @@ class RayLink:
         ref.future().add_done_callback(back)
 
     def _tell(self, news: _Pending | None, events: LinkEvents) -> None:
-        """Pass on what came back, in the order in which it was asked."""
+        """Forward the results, in the order of the requests."""
         if news is None or (peer := self._peers.get(news.generation)) is None:
             return
         while peer.pending and (peer.pending[0].payload is not None or peer.pending[0].error):

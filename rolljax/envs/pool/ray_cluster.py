@@ -33,7 +33,7 @@ class Share:
 
 
 def divide(processors: float, shares: Sequence[Share]) -> None:
-    """Set what every pool may have of a cluster's CPUs.
+    """Set every pool's share of a cluster's CPUs.
 
     Raises:
       ConfigError: pools with an explicit `workers` leave no CPU for the other pools.
@@ -95,7 +95,7 @@ class RayCluster:
             return share
 
     def leave(self, share: Share) -> None:
-        """Give a share back. Whoever leaves last disconnects what a pool has connected."""
+        """Return a share. The last pool to leave disconnects from the cluster if a pool had connected."""
         import ray
 
         with self._lock:

@@ -133,8 +133,7 @@ class ThreadBackend:
         return True
 
     def close(self) -> None:
-        """Let the calls under way come to their end, for at most `close_s`, and the threads go. What hangs is left
-        to itself."""
+        """Wait at most `close_s` for calls in progress, and end the threads. Hanging calls are abandoned."""
         self._closed.set()
         self._crowded.set()
         end = time.monotonic() + self._cfg.close_s

@@ -166,7 +166,8 @@ class ToolSet(abc.ABC):
             return ToolResult.error("exception", f"{type(e).__name__}: {e}")
 
     def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-        """Return what is wrong with the arguments, or nothing. Servers that check for themselves do so instead."""
+        """Describe what is wrong with the arguments; empty if nothing is. Servers that check for themselves do so
+        instead."""
         return problem_of(spec.input_schema, arguments)
 
     @abc.abstractmethod
@@ -174,7 +175,7 @@ class ToolSet(abc.ABC):
         """Run the call. It may raise any exception."""
 
     def close(self) -> None:  # noqa: B027  # most sets hold nothing
-        """Free what the episode holds."""
+        """Free the episode's resources."""
 
 
 class Tools(abc.ABC):

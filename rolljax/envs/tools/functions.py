@@ -63,7 +63,7 @@ _ended = threading.Condition()
 
 
 def _start(function: Callable[[], Any], name: str, limits: ToolLimits) -> concurrent.futures.Future[Any]:
-    """Run in a thread of its own. A call that never comes back keeps its place."""
+    """Run in a separate thread. A call that never returns keeps its thread."""
     with _ended:
         if not _ended.wait_for(lambda: _running.get(name, 0) < limits.concurrency, limits.call_s):
             raise InfraError(f"{limits.concurrency} calls of {name} are running, and none ended in {limits.call_s:g} s")

@@ -168,7 +168,7 @@ class _Connection:
             self.dead = self.dead or f"MCP server {self.cfg.title}: the connection is closed"
 
     def _target(self, stack: contextlib.AsyncExitStack) -> Any:
-        """Return what the SDK's client connects to: a transport, or a server object. stack: ends the server."""
+        """Return the server for the SDK's client: a transport, or a server object. stack: ends the server."""
         if self.cfg.url:
             return http_transport(self.cfg.url, self.cfg.max_bytes)
         if self.cfg.server:

@@ -119,7 +119,8 @@ class Trace:
 
 
 def redundant(clusters: Sequence[Sequence[int]], last: int | None = None) -> list[int]:
-    """Return what to remove for less redundancy: of each cluster all but the first, in the order of the clusters.
+    """Return the solutions to remove for less redundancy: of each cluster all but the first, in the order of the
+    clusters.
 
     last: only this many, from the end; None: all.
     """

@@ -85,7 +85,7 @@ def list_files(box: Sandbox, roots: list[str]) -> list[tuple[str, int, str]]:
 
 
 def leave(box: Sandbox, task: HarborTask) -> Left:
-    """Take what the policy left of the task's artifacts, out of its sandbox."""
+    """Copy the policy's version of the task's artifacts out of its sandbox."""
     roots = _roots(task)
     files: list[tuple[str, int, bytes]] = []
     folders, refused = [], []

@@ -97,7 +97,7 @@ def put(path: str, mode: int, data: str | bytes) -> None:
 
 
 def take_exam(exam: dict[str, Any]) -> dict[str, str]:
-    """Lay in what the policy left, then run the tests."""
+    """Copy the policy's files, then run the tests."""
     lay_in(exam)
     for path, data in exam["tests"].items():
         put(f"/tests/{path}", 0o555 if path.endswith(".sh") else 0o444, data)
@@ -113,7 +113,7 @@ def take_exam(exam: dict[str, Any]) -> dict[str, str]:
 
 
 def lay_in(exam: dict[str, Any]) -> None:
-    """Put the policy's files in the place of the task's own; what cannot be written is left out."""
+    """Replace the task's files by the policy's; files that cannot be written are skipped."""
     for root in exam["clear"]:
         if os.path.isdir(root) and not os.path.islink(root):
             for name in os.listdir(root):

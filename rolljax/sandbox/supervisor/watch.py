@@ -16,7 +16,7 @@ seconds."""
 
 
 class SandboxWatch:
-    """Counts what the processes of one sandbox use up.
+    """Measures the resources of one sandbox's processes.
 
     A look that may have missed a process, because others came or went meanwhile, is taken again with all processes
     stopped. Processes that cannot even be counted then (they wake themselves up and hand over to each other) count as
