@@ -24,7 +24,7 @@ MEMORY_BYTES = 2**30
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
 """Characters that a template may write, and further characters for each byte of its request."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning in a message; templates read the first of them that is there."""
+"""Names of the reasoning in a message, in order of precedence."""
 
 
 def render(template: str, variables: Mapping[str, Any], day: str | None = None) -> str:

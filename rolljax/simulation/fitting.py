@@ -106,7 +106,7 @@ def _step(line: Fields, phases: Collection[str]) -> Row:
 
 
 def _trajectory(line: Fields) -> Row:
-    """Return the used fields of a trajectory. group: its key. prompts, answers: tokens of each turn. fault: its kind."""
+    """Return the used fields of a trajectory. group: key. prompts, answers: tokens of each turn. fault: kind."""
     key, turns, status = line.inside("key"), line.all_inside("turns"), line.text("status")
     return {
         "group": (key.whole("stream"), key.whole("prompt_index")),
