@@ -281,9 +281,9 @@ def _run_of(source: Run | PathLike) -> Run | None:
 
 def _sizes_of(run: Run) -> dict[str, Any]:
     """Return the slots and context of a run's sampler, read from its folder, so that its environment is not needed."""
-    from rolljax.run.folder import RunFolder
+    from rolljax.storage.run_reader import RunReader
 
-    resolved = RunFolder(run.path).resolved()
+    resolved = RunReader(run.path).resolved()
     return {name: resolved[f"sampler.{name}"] for name in ("slots", "max_context")}
 
 

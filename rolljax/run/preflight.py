@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rolljax import reading
 from rolljax.concurrency.event_loop import EventLoop
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool, open_pool
@@ -33,7 +32,8 @@ from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
 from rolljax.run import reference_answers
 from rolljax.run.reference_answers import ReferenceAnswer
-from rolljax.storage.layout import RESOLVED, TEMPLATE
+from rolljax.storage.layout import TEMPLATE
+from rolljax.storage.run_reader import RunReader
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
 from rolljax.trainer.publish import share_devices
@@ -299,8 +299,7 @@ def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
 
 def _is_setting_of(recipe: Recipe, run: str | Path) -> bool:
     """Return whether a recipe has the `Recipe.chat_template` that its run was made with."""
-    stored = reading.read_object(Path(run) / RESOLVED, "name a run folder that is whole")
-    return stored.get("chat_template", "") == recipe.chat_template
+    return RunReader(run).resolved().get("chat_template", "") == recipe.chat_template
 
 
 def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:

@@ -56,7 +56,7 @@ class RunReader:
         Raises:
           CheckpointError: the file is missing or damaged.
         """
-        return reading.read_object(self.path / RESOLVED, "--fresh starts over")
+        return reading.read_object(self.path / RESOLVED, "name a run folder that is whole; --fresh starts a run over")
 
     def config_file(self) -> str:
         """Return the path of the config that the run can be read back from.
