@@ -1,4 +1,4 @@
-"""What asynchrony and tail batching save: seconds per step of real runs, each mechanism added in turn.
+"""Measures the savings of asynchrony and tail batching: seconds per step of real runs, each mechanism added in turn.
 
     python benchmarks/async_speedup.py --figure docs/async_speedup.png            # all workloads
     python benchmarks/async_speedup.py --workloads agents          # forty minutes, in which it mostly sleeps

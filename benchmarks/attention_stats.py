@@ -1,4 +1,5 @@
-"""What the attention statistics cost: seconds and temporary memory next to a plain forward pass of the same rows.
+"""Measures the cost of attention statistics: seconds and temporary memory next to a plain forward pass of the same
+rows.
 
     JAX_PLATFORMS=cpu python benchmarks/attention_stats.py                 # this machine, JSON
     python benchmarks/attention_stats.py --layers 28 --dim 1024 --heads 16 --kv-heads 8 --head-dim 128 --ffn 3072 \

@@ -1,4 +1,4 @@
-"""How fast a data pipeline is, and how much memory it takes: records a second, peak memory of a process of its own.
+"""Measures speed and memory of a data pipeline: records per second, peak memory of a separate process.
 
     python benchmarks/data_pipeline.py                      # a million records, without MinHash
     python benchmarks/data_pipeline.py --num 200000 --minhash

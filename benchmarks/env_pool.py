@@ -1,4 +1,4 @@
-"""What the host pool costs, as a markdown table.
+"""Measures the overhead of the host pool, as a markdown table.
 
     python benchmarks/env_pool.py            # one to two minutes
 

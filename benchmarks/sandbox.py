@@ -1,4 +1,4 @@
-"""What a sandbox costs here, as a markdown table.
+"""Measures the overhead of a sandbox here, as a markdown table.
 
     python benchmarks/sandbox.py                # half a minute; needs bubblewrap
 

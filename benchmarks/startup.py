@@ -1,4 +1,4 @@
-"""How long one waits before anything happens: `import rolljax`, `--help` of every verb, `--dry_run` of a 0.6B model.
+"""Measures the time before anything happens: `import rolljax`, `--help` of every verb, `--dry_run` of a 0.6B model.
 
 python benchmarks/startup.py [--repeat 5]
 

@@ -1,4 +1,4 @@
-"""What a tool call costs, by where the tool is: `python benchmarks/tools.py`."""
+"""Measures the cost of a tool call, by the place of the tool: `python benchmarks/tools.py`."""
 
 import statistics
 import sys

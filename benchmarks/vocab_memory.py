@@ -59,7 +59,7 @@ class Figure:
 
     device: str
     head: str
-    """Its dtype."""
+    """Dtype of the head."""
     way: str
     storage: int
     held: int

@@ -64,7 +64,7 @@ LEVELS = {
     "geometric": "trajectory (geometric mean)",
     "trajectory": "trajectory (product)",
 }
-"""What a ratio is taken over, by `PolicyGradient.level`."""
+"""The level of a ratio, by `PolicyGradient.level`."""
 
 WHEN = """
 Sft: To begin with: when there are good answers to imitate. A short warm start teaches the form of an answer, so that

@@ -57,7 +57,7 @@ NAMES = """
 2510.13554 Attention rhythm
 2512.24873 ALE and ROME: IPA
 """
-"""What algorithms' papers are called, shortly."""
+"""Short names of the algorithms' papers."""
 PARTS = """
 1707.06203 | Imagination-augmented agents | levels of Sokoban by reverse play | `Sokoban` | |
 1711.05101 | Decoupled weight decay | the optimizer | `AdamW` | |

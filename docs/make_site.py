@@ -41,7 +41,7 @@ MADE_FROM = {
 }
 """Generated pages, by the source that a page of the repository links to instead. `made_from` adds the algorithms."""
 LANGUAGES = {".py": "python", ".gin": "python", ".sh": "bash", ".json": "json"}
-"""What code is highlighted as; gin's syntax is Python's."""
+"""Languages for highlighting code; gin's syntax is Python's."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2$", re.S | re.M)
 

@@ -1,5 +1,5 @@
-"""What every test shares. The environment is set before anything imports jax: eight CPU devices, so that meshes can be
-built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one device)."""
+"""Shared setup of all tests. The environment is set before anything imports jax: eight CPU devices, so that meshes can
+be built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one device)."""
 
 import collections
 import datetime

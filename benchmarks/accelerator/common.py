@@ -1,4 +1,5 @@
-"""What all pieces share: the command line, the JSON file, timing, the peaks of devices, model shapes, random weights.
+"""Shared parts of all pieces: the command line, the JSON file, timing, the peaks of devices, model shapes, random
+weights.
 
 A piece is a script with a `body` and an `estimate` that calls `main`. Its JSON is rewritten after every row, so that a
 piece that is stopped at its limit leaves the rows that it has measured.
@@ -56,7 +57,7 @@ GPUS = (
 )
 """NVIDIA's data sheets, of the SXM form."""
 TPUS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-"""What JAX calls a TPU, and its name in `rolljax.aot.chips`."""
+"""JAX's name of a TPU, and its name in `rolljax.aot.chips`."""
 PLANNED = GPUS[1]
 """`--estimate` prints times for this device: the slowest that must keep the limit."""
 

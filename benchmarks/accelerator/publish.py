@@ -1,4 +1,4 @@
-"""From the trainer's float32 weights to the sampler's bfloat16: seconds and GB/s, on one device.
+"""Times the copy of the trainer's float32 weights to the sampler's bfloat16: seconds and GB/s, on one device.
 
 The rate counts the fewest bytes that the copy moves: it reads the float32 weights and writes the bfloat16 weights.
 """

@@ -23,7 +23,7 @@ RESULTS = HERE / "results"
 ASKED = "2026-11-24"
 """The last day on which an accelerator was asked for."""
 Content = dict[str, Any]
-"""Of one JSON file."""
+"""Content of one JSON file."""
 Rows = list[dict[str, Any]]
 
 

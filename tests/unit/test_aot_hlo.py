@@ -1,4 +1,4 @@
-"""What is read from compiled programs, against counts made by hand."""
+"""Figures read from compiled programs, against counts made by hand."""
 
 import types
 

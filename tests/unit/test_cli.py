@@ -1,4 +1,4 @@
-"""What the verbs share: the cache of compiled programs."""
+"""Shared parts of the verbs: the cache of compiled programs."""
 
 import os
 import subprocess

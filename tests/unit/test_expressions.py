@@ -1,4 +1,4 @@
-"""Which texts may reach a computer algebra system, and exact arithmetic."""
+"""Texts that may reach a computer algebra system, and exact arithmetic."""
 
 from fractions import Fraction
 

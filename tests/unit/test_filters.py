@@ -1,4 +1,4 @@
-"""Which trajectories take part in a step."""
+"""Selection of the trajectories that take part in a step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What threads hand to each other: nothing is lost, and no wait outlasts its time-out."""
+"""Inboxes between threads: nothing is lost, and no wait outlasts its time-out."""
 
 import queue
 import threading

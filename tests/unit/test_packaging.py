@@ -1,4 +1,4 @@
-"""What is installed with rolljax, and what its commands load before they do anything."""
+"""Packages installed with rolljax, and modules that its commands load at the start."""
 
 import ast
 import re

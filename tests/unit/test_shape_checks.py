@@ -1,4 +1,4 @@
-"""What a dry run finds before anything is allocated: in algorithms, rewards, folders and data."""
+"""Errors that a dry run finds before anything is allocated: in algorithms, rewards, folders and data."""
 
 import asyncio
 import dataclasses

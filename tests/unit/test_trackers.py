@@ -1,4 +1,4 @@
-"""What trackers are given, and that none of them can stop a run."""
+"""Inputs of trackers, and that no tracker can stop a run."""
 
 import dataclasses
 import json

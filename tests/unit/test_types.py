@@ -1,4 +1,4 @@
-"""What is written of trajectories and groups, and read again."""
+"""Trajectories and groups, written and read again."""
 
 import dataclasses
 import json
