@@ -98,7 +98,7 @@ def train(
     replay_of: str | Path | None = None,
     fresh: bool = False,
     dry_run: bool = False,
-    told_to_stop: Callable[[], bool] = lambda: False,
+    told_to_stop: Callable[[], bool] | None = None,
 ) -> int:
     """Run, continue or decline to repeat a run; returns the exit code.
 
@@ -106,7 +106,7 @@ def train(
       console: shows progress. began: see `loop.train`. team: the processes of the run.
       replay_of: run folder whose rollouts are trained first. fresh: delete an earlier run in `run_dir` first.
       dry_run: check everything, print what would run, and return.
-      told_to_stop: called during the run, in addition to signals; True saves and ends the run.
+      told_to_stop: called during the run; True saves and ends the run. None: signals do.
     """
     from rolljax import loop
     from rolljax.concurrency.event_loop import Stopped
@@ -138,10 +138,11 @@ def train(
             console.say(log.check_continues(folder))
         account = account.by_compiler()
         account.check()
-        with signals.stop_requests(end_at_once) as is_told:
+        stopping = contextlib.nullcontext(told_to_stop) if told_to_stop else signals.stop_requests(end_at_once)
+        with stopping as is_told:
             try:
                 with team.guard(), memory.explained(account):
-                    should_stop = lambda: is_told() or told_to_stop() or team.asked_to_stop()  # noqa: E731
+                    should_stop = team.should_stop(is_told)
                     trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
                 return stopped(folder, console)

@@ -59,13 +59,13 @@ class SingleProcess:
     def handshake(self, text: str) -> None:
         """Wait until all others have found `text` in order."""
 
-    def asked_to_stop(self) -> bool:
-        """Return whether another process was asked to stop.
+    def should_stop(self, is_told: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a function that returns whether this process (`is_told`) or another one was asked to stop.
 
-        Raises:
+        Raises (as does the result):
           InfraError: a process is lost.
         """
-        return False
+        return is_told
 
     def end(self, code: int) -> None:
         """End the run; called last. The others end with the same exit code."""
@@ -188,9 +188,12 @@ class Leader(_Member):
                 self._ready.take(0.1)
                 waiting -= 1
 
-    def asked_to_stop(self) -> bool:
-        self._check()
-        return self._stop.is_set()
+    def should_stop(self, is_told: Callable[[], bool]) -> Callable[[], bool]:
+        def asked() -> bool:
+            self._check()
+            return self._stop.is_set() or is_told()
+
+        return asked
 
     def end(self, code: int) -> None:
         self._has_ended = True

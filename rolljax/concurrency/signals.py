@@ -55,17 +55,18 @@ def stop_requests(
       at_second: called at a later Ctrl-C. tell: called at every other signal.
       then_terminate: whether a SIGTERM has its usual effect at the end.
     """
-    arrived = set[int]()
+    is_told, arrived = threading.Event(), set[int]()
 
     def handle(number: int) -> None:
         if arrived and number == signal.SIGINT:
             at_second()
         arrived.add(number)
+        is_told.set()
         tell()
 
     try:
         with handled(handle, *STOP):
-            yield lambda: bool(arrived)
+            yield is_told.is_set
     finally:
         if then_terminate and signal.SIGTERM in arrived:
             signal.raise_signal(signal.SIGTERM)

@@ -89,7 +89,7 @@ def test_a_single_process_uses_its_own_objects():
     counter = Counter()
     assert SINGLE_PROCESS.share("counter", counter, ["add"]) is counter
     with SINGLE_PROCESS.guard():
-        assert not SINGLE_PROCESS.asked_to_stop()
+        assert SINGLE_PROCESS.should_stop(lambda: True)() and not SINGLE_PROCESS.should_stop(lambda: False)()
 
 
 def test_everyone_makes_the_calls_of_all_threads_in_one_order(pair):
@@ -150,10 +150,10 @@ def test_a_handshake_waits_for_all(pair):
 
 def test_whoever_is_told_to_stop_tells_the_leader(pair):
     leader, followers, _ = pair
-    assert not leader.asked_to_stop()
+    assert not leader.should_stop(lambda: False)()
     followers[1].ask_to_stop()
     assert leader._stop.wait(WAIT_S)
-    assert leader.asked_to_stop()
+    assert leader.should_stop(lambda: False)()
 
 
 def test_the_leader_notices_a_lost_follower(pair, exits):
@@ -162,7 +162,10 @@ def test_the_leader_notices_a_lost_follower(pair, exits):
     with pytest.raises(InfraError, match="process 2 ended before the run did"), leader.guard():
         until_lost(leader)
         raise ValueError("what a collective says then")
-    for call in (leader.asked_to_stop, lambda: leader.share("counter", Counter(), ["add"]).add("a", number=1)):
+    for call in (
+        leader.should_stop(lambda: False),
+        lambda: leader.share("counter", Counter(), ["add"]).add("a", number=1),
+    ):
         with pytest.raises(InfraError, match="process 2 ended"):
             call()
     leader.end(3)
@@ -175,7 +178,7 @@ def test_a_failure_of_a_follower_is_the_leaders(pair):
         raise ConfigError("is odd", setting="A.b")
     until_lost(leader)
     with pytest.raises(InfraError, match="process 1 failed: A.b is odd"):
-        leader.asked_to_stop()
+        leader.should_stop(lambda: False)()
 
 
 def test_followers_notice_a_lost_leader(pair, exits):
