@@ -53,6 +53,7 @@ def make_server(
         http=cast(Any, functools.partial(Protocol, ConnectionLimiter(bounds), refusal)),
         ws="none",
         lifespan="off",
+        log_config=None,  # uvicorn's would close the handlers of others, and with them a notebook's stderr
         log_level="error",
         access_log=False,
         server_header=False,
