@@ -10,8 +10,10 @@ ALONE  := $(BIN)/python -m pytest tests/e2e -m alone
 PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
 	$(shell command -v python3.13 || command -v python3.12))
-NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/test_,$(addsuffix .py,attention batch decoder durable \
-	engine_worker kernels kl masked memory moe objectives optimizer publish update))
+NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/,$(addsuffix .py,model/test_attention \
+	trainer/test_batch model/test_decoder storage/test_durable sampler/test_engine_worker sampler/test_kernels \
+	trainer/test_kl trainer/test_masked run/test_memory model/test_moe trainer/test_objectives \
+	trainer/test_optimizer trainer/test_publish trainer/test_update))
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
@@ -84,7 +86,7 @@ check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_docs.py
+	$(BIN)/python -m pytest tests/unit/repository/test_docs.py
 
 # the site, into build/site: needs no network, and neither does who reads it (open build/site/index.html)
 docs: setup-test

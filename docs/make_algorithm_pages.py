@@ -137,69 +137,71 @@ Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter 
 
 ORACLES = """
 Sft: tests/e2e/test_trl.py::test_sft_of_what_the_assistant_wrote: loss and gradient of TRL's own SFTTrainer
-Distill: tests/unit/test_papers_losses.py::test_skewed_divergence_is_distillms: the authors' skewed divergence; the
-  plain one is the definition of a KL divergence
-Opd: tests/unit/test_papers_defaults.py::test_on_policy_distillation: the advantages of tinker-cookbook
-Opd: tests/unit/test_papers_defaults.py::test_distillation_from_two_teachers_and_rewards: ROLL's mixture of both
+Distill: tests/unit/trainer/test_papers_losses.py::test_skewed_divergence_is_distillms: the authors' skewed divergence;
+  the plain one is the definition of a KL divergence
+Opd: tests/unit/trainer/test_papers_defaults.py::test_on_policy_distillation: the advantages of tinker-cookbook
+Opd: tests/unit/trainer/test_papers_defaults.py::test_distillation_from_two_teachers_and_rewards: ROLL's mixture of both
 Rft: none: a choice of answers and a cross-entropy; the authors' code (github.com/OFA-Sys/gsm8k-ScRel) chooses by
   equations, which answers here need not have
 Dpo: tests/e2e/test_trl.py::test_dpo: loss and gradient of TRL's own DPOTrainer
-Dpo: tests/unit/test_papers_critics.py::test_dpo_is_its_authors: the authors' loss
+Dpo: tests/unit/trainer/test_papers_critics.py::test_dpo_is_its_authors: the authors' loss
 PairDpo: tests/e2e/test_trl.py::test_dpo: the same objective, there on sampled pairs
 RewardModel: none: its loss is equation 1 of the paper, whose authors publish no code
 PairRewardModel: none: its loss is equation 1 of the paper, whose authors publish no code
 Reinforce: none: with the ratio at 1 and no baseline it is the definition; TRL and verl have no such trainer
-Rloo: tests/unit/test_papers_effects.py::test_rloo: TRL's loss
-Rloo: tests/unit/test_papers_losses.py::test_rloo_sums_over_an_answer: the estimator of the paper
-ReinforcePP: tests/unit/test_papers_losses.py::test_reinforce_pp_normalises_over_all_tokens: equations 4 and 5 of the
-  paper and OpenRLHF's advantages
-ReinforcePPBaseline: tests/unit/test_papers_losses.py::test_reinforce_pp_with_a_baseline: equations 6 and 7 of the
-  paper and OpenRLHF's advantages
+Rloo: tests/unit/trainer/test_papers_effects.py::test_rloo: TRL's loss
+Rloo: tests/unit/trainer/test_papers_losses.py::test_rloo_sums_over_an_answer: the estimator of the paper
+ReinforcePP: tests/unit/trainer/test_papers_losses.py::test_reinforce_pp_normalises_over_all_tokens: equations 4 and 5
+  of the paper and OpenRLHF's advantages
+ReinforcePPBaseline: tests/unit/trainer/test_papers_losses.py::test_reinforce_pp_with_a_baseline: equations 6 and 7 of
+  the paper and OpenRLHF's advantages
 Grpo: tests/e2e/test_trl.py::test_grpo: loss and gradient of TRL's own GRPOTrainer
-Grpo: tests/unit/test_papers_defaults.py::test_grpo: verl's advantages under equation 3 of the paper
-Grpo: tests/unit/test_papers_defaults.py::test_grpo_with_the_papers_kl_term: and equation 4
+Grpo: tests/unit/trainer/test_papers_defaults.py::test_grpo: verl's advantages under equation 3 of the paper
+Grpo: tests/unit/trainer/test_papers_defaults.py::test_grpo_with_the_papers_kl_term: and equation 4
 DrGrpo: tests/e2e/test_trl.py::test_dr_grpo: loss and gradient of TRL's own GRPOTrainer
-DrGrpo: tests/unit/test_papers_effects.py::test_dr_grpo: the authors' advantages and sums (oat)
+DrGrpo: tests/unit/trainer/test_papers_effects.py::test_dr_grpo: the authors' advantages and sums (oat)
 Dapo: tests/e2e/test_trl.py::test_dapo_drops_groups_that_teach_nothing: loss and gradient of TRL's own GRPOTrainer
-Dapo: tests/unit/test_papers_defaults.py::test_dapo_counts_tokens_of_groups_that_teach: equations 8, 9 and 11
-Dapo: tests/unit/test_papers_defaults.py::test_dapo_punishes_long_answers_as_in_its_runs: equation 13, section 4.1
-Dapo: tests/unit/test_papers_effects.py::test_dapo: the loss as in verl's recipe
-LitePpo: tests/unit/test_papers_losses.py::test_lite_ppo_divides_by_the_batch: ROLL's normalisation of rewards
-RaftPP: tests/unit/test_papers_defaults.py::test_raft_plus_plus: equation 6 of the paper
+Dapo: tests/unit/trainer/test_papers_defaults.py::test_dapo_counts_tokens_of_groups_that_teach: equations 8, 9 and 11
+Dapo: tests/unit/trainer/test_papers_defaults.py::test_dapo_punishes_long_answers_as_in_its_runs: equation 13, section
+  4.1
+Dapo: tests/unit/trainer/test_papers_effects.py::test_dapo: the loss as in verl's recipe
+LitePpo: tests/unit/trainer/test_papers_losses.py::test_lite_ppo_divides_by_the_batch: ROLL's normalisation of rewards
+RaftPP: tests/unit/trainer/test_papers_defaults.py::test_raft_plus_plus: equation 6 of the paper
 Gspo: tests/e2e/test_trl.py::test_gspo: loss and gradient of TRL's own GRPOTrainer
-Gspo: tests/unit/test_papers_effects.py::test_gspo: the loss with the clips of section 5.1
-Ppo: tests/unit/test_papers_critics.py::test_ppo_is_that_of_baselines: advantages, clip and value loss of the
+Gspo: tests/unit/trainer/test_papers_effects.py::test_gspo: the loss with the clips of section 5.1
+Ppo: tests/unit/trainer/test_papers_critics.py::test_ppo_is_that_of_baselines: advantages, clip and value loss of the
   authors' ppo2
 Ppo: tests/e2e/test_trl.py::test_ppo_clips_on_both_sides_and_again_below: the clip of TRL's own GRPOTrainer, PPO's
-AsyPpo: tests/unit/test_papers_critics.py::test_asyppo_is_its_last_equation: the objective of section 4.2 of the paper,
-  whose authors publish no code
-Tis: tests/unit/test_papers_losses.py::test_tis_truncates_to_one: ROLL's loss
+AsyPpo: tests/unit/trainer/test_papers_critics.py::test_asyppo_is_its_last_equation: the objective of section 4.2 of the
+  paper, whose authors publish no code
+Tis: tests/unit/trainer/test_papers_losses.py::test_tis_truncates_to_one: ROLL's loss
 Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTrainer
-Cispo: tests/unit/test_papers_losses.py::test_cispo_has_no_lower_bound: equations 4 and 5 of the paper
-Topr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation 8 of the
-  paper
-SequenceTopr: tests/unit/test_papers_losses.py::test_topr_with_a_geometric_mean_is_the_baseline_of_ipa: equations 4 and
-  5 of IPA's paper
-Kimi: tests/unit/test_papers_losses.py::test_kimi_squares_the_sum: equation 3 of the paper
+Cispo: tests/unit/trainer/test_papers_losses.py::test_cispo_has_no_lower_bound: equations 4 and 5 of the paper
+Topr: tests/unit/trainer/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation
+  8 of the paper
+SequenceTopr: tests/unit/trainer/test_papers_losses.py::test_topr_with_a_geometric_mean_is_the_baseline_of_ipa:
+  equations 4 and 5 of IPA's paper
+Kimi: tests/unit/trainer/test_papers_losses.py::test_kimi_squares_the_sum: equation 3 of the paper
 DecoupledPpo: tests/e2e/test_trl.py::test_decoupled_ppo_corrects_for_the_sampler: TRL's own GRPOTrainer
-DecoupledPpo: tests/unit/test_papers_losses.py::test_decoupled_ppo_is_areals_below_the_cap: the authors' loss
-AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factors
-  on verl's advantages; no code of the authors is published
+DecoupledPpo: tests/unit/trainer/test_papers_losses.py::test_decoupled_ppo_is_areals_below_the_cap: the authors' loss
+AttentionRhythm: tests/unit/trainer/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's
+  factors on verl's advantages; no code of the authors is published
 SegmentReward: none: the paper has segments under PPO, DPO and rejection sampling; under GRPO they are ours
-SegmentPpo: tests/unit/test_papers_critics.py::test_segments_of_ppo_keep_their_advantage_and_their_place: the rule of
-  the paper; its authors publish no code
-SegmentDpo: tests/unit/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the paper's rule; its authors
-  publish no code
-SegmentPairDpo: tests/unit/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the same, there on sampled
-  pairs
-SegmentRft: tests/unit/test_papers_critics.py::test_segments_of_right_answers_are_imitated: the rule of the paper; its
+SegmentPpo: tests/unit/trainer/test_papers_critics.py::test_segments_of_ppo_keep_their_advantage_and_their_place: the
+  rule of the paper; its authors publish no code
+SegmentDpo: tests/unit/trainer/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the paper's rule; its
   authors publish no code
-TurnReinforce: tests/unit/test_papers_losses.py::test_turns_get_their_discounted_return: ROLL's returns
-ReBn: tests/unit/test_papers_losses.py::test_rebn_has_gems_gradient: the loss of the authors' repository
-GiGpo: tests/unit/test_papers_defaults.py::test_gigpo: the two advantages of the authors' repository
-GiGpo: tests/unit/test_papers_effects.py::test_gigpo: the same with and without the deviation, and ROLL's
-Ipa: tests/unit/test_papers_ipa.py::test_the_gradient_is_that_of_eq_9_over_runs: equation 9 over the authors' runs
-Ipa: tests/unit/test_papers_ipa.py::test_returns_over_runs_are_those_of_the_twin: equation 7
+SegmentPairDpo: tests/unit/trainer/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the same, there on
+  sampled pairs
+SegmentRft: tests/unit/trainer/test_papers_critics.py::test_segments_of_right_answers_are_imitated: the rule of the
+  paper; its authors publish no code
+TurnReinforce: tests/unit/trainer/test_papers_losses.py::test_turns_get_their_discounted_return: ROLL's returns
+ReBn: tests/unit/trainer/test_papers_losses.py::test_rebn_has_gems_gradient: the loss of the authors' repository
+GiGpo: tests/unit/trainer/test_papers_defaults.py::test_gigpo: the two advantages of the authors' repository
+GiGpo: tests/unit/trainer/test_papers_effects.py::test_gigpo: the same with and without the deviation, and ROLL's
+Ipa: tests/unit/trainer/test_papers_ipa.py::test_the_gradient_is_that_of_eq_9_over_runs: equation 9 over the authors'
+  runs
+Ipa: tests/unit/trainer/test_papers_ipa.py::test_returns_over_runs_are_those_of_the_twin: equation 7
 """
 """What outside this repository each class was compared with: `Class: file::test: what`, several lines for several
 tests; or `Class: none: why not`."""

@@ -29,61 +29,61 @@ FAULTS = {
     "sign of the clipped loss": Fault(
         "return -jnp.where(advantages_BT < 0, lower_BT, upper_BT) * advantages_BT",
         "return jnp.where(advantages_BT < 0, lower_BT, upper_BT) * advantages_BT",
-        "unit/test_objectives.py",
+        "unit/trainer/test_objectives.py",
     ),
     "upper clip below one": Fault(
-        "jnp.minimum(ratio_BT, 1.0 + high)", "jnp.minimum(ratio_BT, 1.0 - high)", "unit/test_objectives.py"
+        "jnp.minimum(ratio_BT, 1.0 + high)", "jnp.minimum(ratio_BT, 1.0 - high)", "unit/trainer/test_objectives.py"
     ),
     "KL turned round": Fault(
         "kl_estimate(logp_BT - jax.lax.stop_gradient(ref_logp_BT), estimator, jnp)",
         "kl_estimate(jax.lax.stop_gradient(ref_logp_BT) - logp_BT, estimator, jnp)",
-        "unit/test_objectives.py",
+        "unit/trainer/test_objectives.py",
     ),
     "mask missed in the mean of a segment": Fault(
         "total_BT = segment_sum(jnp.where(mask_BT, x_BT, 0.0), ids_BT)",
         "total_BT = segment_sum(x_BT, ids_BT)",
-        "unit/test_objectives.py",
+        "unit/trainer/test_objectives.py",
     ),
     "NaN under weight 0 reaches the sum": Fault(
         "jnp.sum(clean(values, weights).astype(jnp.float32) * weights)",
         "jnp.sum(values.astype(jnp.float32) * weights)",
-        "unit/test_masked.py",
+        "unit/trainer/test_masked.py",
     ),
     "denominator without the sequences": Fault(
-        "return 1 / (sequences * length)", "return 1 / length", "unit/test_aggregation.py"
+        "return 1 / (sequences * length)", "return 1 / length", "unit/trainer/test_aggregation.py"
     ),
     "standard deviation of a population": Fault(
-        "np.maximum(self.size_N - ddof, 1)", "np.maximum(self.size_N, 1)", "unit/test_credit.py"
+        "np.maximum(self.size_N - ddof, 1)", "np.maximum(self.size_N, 1)", "unit/trainer/test_credit.py"
     ),
     "leave-one-out over all": Fault(
-        "centred * (group.size_N / np.maximum(group.size_N - 1, 1))", "centred * 1.0", "unit/test_credit.py"
+        "centred * (group.size_N / np.maximum(group.size_N - 1, 1))", "centred * 1.0", "unit/trainer/test_credit.py"
     ),
     "value of this token for the next one's": Fault(
         "rewards_TN[t] + gamma * next_value - values_TN[t]",
         "rewards_TN[t] + gamma * values_TN[t] - values_TN[t]",
-        "unit/test_credit.py",
+        "unit/trainer/test_credit.py",
     ),
     "values not carried across observations": Fault(
         "next_value = np.where(mask_TN[t], values_TN[t], next_value)",
         "next_value = values_TN[t]",
-        "unit/test_credit.py",
+        "unit/trainer/test_credit.py",
     ),
     "logits not shifted against tokens": Fault(
         'a["prev"][span] = np.arange(span.start - 1, span.stop - 1)',
         'a["prev"][span] = np.arange(span.start, span.stop)',
-        "unit/test_batch.py unit/test_update.py",
+        "unit/trainer/test_batch.py unit/trainer/test_update.py",
     ),
     "first sampled token read behind the prompt's end": Fault(
-        "first_prev=start + part.prefix - 1", "first_prev=start + part.prefix", "unit/test_batch.py unit/test_update.py"
+        "first_prev=start + part.prefix - 1", "first_prev=start + part.prefix", "unit/trainer/test_batch.py unit/trainer/test_update.py"
     ),
     "siblings see each other": Fault(
-        "& same_segment & (shared | own)", "& same_segment", "unit/test_decoder.py"
+        "& same_segment & (shared | own)", "& same_segment", "unit/model/test_decoder.py"
     ),
-    "rotation of one half turned round": Fault("b * cos + a * sin", "b * cos - a * sin", "unit/test_decoder.py"),
+    "rotation of one half turned round": Fault("b * cos + a * sin", "b * cos - a * sin", "unit/model/test_decoder.py"),
     "first micro-batch left out": Fault(
-        "jax.lax.fori_loop(0, batch.num_micro, body, zeros)", "jax.lax.fori_loop(1, batch.num_micro, body, zeros)", "unit/test_update.py"
+        "jax.lax.fori_loop(0, batch.num_micro, body, zeros)", "jax.lax.fori_loop(1, batch.num_micro, body, zeros)", "unit/trainer/test_update.py"
     ),
-    "an update that is not finite is applied": Fault("ok = finite & some", "ok = some", "unit/test_update.py"),
+    "an update that is not finite is applied": Fault("ok = finite & some", "ok = some", "unit/trainer/test_update.py"),
     "sampled without its temperature": Fault(
         "scaled = logits_SV / jnp.where(greedy_S1, 1.0, distribution.temperature[:, None])",
         "scaled = logits_SV + 0 * jnp.where(greedy_S1, 1.0, distribution.temperature[:, None])",
@@ -98,45 +98,45 @@ FAULTS = {
     "a group one version too old": Fault(
         "late = [e for e in self if e.age(version) > rules.oldest] + oldest[rules.num_oldest :]",
         "late = [e for e in self if e.age(version) > rules.oldest + 1] + oldest[rules.num_oldest :]",
-        "unit/test_group_buffer.py",
+        "unit/rollout/test_group_buffer.py",
     ),
     "a fraction is rounded up": Fault(
         "math.floor((self.async_ratio - age) * self.prompts_per_step + 1e-9)",
         "math.ceil((self.async_ratio - age) * self.prompts_per_step + 1e-9)",
-        "unit/test_group_buffer.py",
+        "unit/rollout/test_group_buffer.py",
     ),
     "youngest start first": Fault(
-        "key=lambda e: (not e.kept, e.version, e.prompt_index)", "key=lambda e: (not e.kept, -e.version, e.prompt_index)", "unit/test_group_buffer.py"
+        "key=lambda e: (not e.kept, e.version, e.prompt_index)", "key=lambda e: (not e.kept, -e.version, e.prompt_index)", "unit/rollout/test_group_buffer.py"
     ),
     "nobody waits for what would be too old": Fault(
         "if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):",
         "if len(taken) < rules.prompts_per_step:",
-        "unit/test_group_buffer.py",
+        "unit/rollout/test_group_buffer.py",
     ),
     "what was in flight is forgotten": Fault(
-        "self._restart = [e for e in entries if not e.ready]", "self._restart = []", "unit/test_group_buffer.py"
+        "self._restart = [e for e in entries if not e.ready]", "self._restart = []", "unit/rollout/test_group_buffer.py"
     ),
     "an expired group is not cancelled": Fault(
-        "self._running.pop(entry.prompt_index).cancel()", "self._running.pop(entry.prompt_index)", "unit/test_phase_rollouts.py"
+        "self._running.pop(entry.prompt_index).cancel()", "self._running.pop(entry.prompt_index)", "unit/run/test_phase_rollouts.py"
     ),
     "a replaced group begins with the version of the old one": Fault(
-        "self._version = version entries", "entries", "unit/test_phase_rollouts.py"
+        "self._version = version entries", "entries", "unit/run/test_phase_rollouts.py"
     ),
     "what is ready is not saved": Fault(
-        "if is_saved and not _has_experts(g)", "if False", "unit/test_phase_rollouts.py"
+        "if is_saved and not _has_experts(g)", "if False", "unit/run/test_phase_rollouts.py"
     ),
     "pages that leak": Fault("self._free.extend(pages)", "del pages", "e2e/test_sampler.py"),
     "a failed episode counts as a wrong answer": Fault(
-        'if t.status == "failed" or not t.turns:', "if not t.turns:", "unit/test_filters.py"
+        'if t.status == "failed" or not t.turns:', "if not t.turns:", "unit/rollout/test_filters.py"
     ),
     "a fault of the infrastructure laid at the environment": Fault(
-        'kind: FaultKind = "infra" if infra else', 'kind: FaultKind = "env" if infra else', "unit/test_rollout.py"
+        'kind: FaultKind = "infra" if infra else', 'kind: FaultKind = "env" if infra else', "unit/rollout/test_rollout.py"
     ),
     "training on held-out tasks": Fault(
-        "not is_held_out(task, frac)", "is_held_out(task, frac)", "unit/test_tasks.py"
+        "not is_held_out(task, frac)", "is_held_out(task, frac)", "unit/envs/test_tasks.py"
     ),
     "a damaged checkpoint passes": Fault(
-        "wrong = [name for name in written if found[name] != written[name]]", "wrong: list[str] = []", "unit/test_durable.py"
+        "wrong = [name for name in written if found[name] != written[name]]", "wrong: list[str] = []", "unit/storage/test_durable.py"
     ),
 }  # fmt: skip
 

@@ -151,7 +151,9 @@ def attention_errors(piece: Piece) -> None:
                 row = {"what": "attention", "kind": kind, "implementation": name, "dtype": dtype}
                 how = "xla" if name == "xla in pieces" else name
                 if name == "splash" and piece.platform == "cpu":
-                    piece.record(row | {"cannot": "is interpreted on CPU, which tests/unit/test_attention.py does"})
+                    piece.record(
+                        row | {"cannot": "is interpreted on CPU, which tests/unit/model/test_attention.py does"}
+                    )
                     continue
                 try:
                     implementation(how, mesh, qkv[0].shape, dtype)

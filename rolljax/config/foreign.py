@@ -1,6 +1,6 @@
 """Names of settings in TRL, verl and Tunix, and ours for them: what `--set` answers to one of theirs.
 
-The tables in docs/coming_from.md say the same, and what differs; `tests/unit/test_site.py` compares them.
+The tables in docs/coming_from.md say the same, and what differs; `tests/unit/repository/test_site.py` compares them.
 """
 
 from __future__ import annotations

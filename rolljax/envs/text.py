@@ -1,7 +1,7 @@
 """Shared readers of a policy's text: its length limit, code blocks, JSON.
 
 Every reader of such text takes time linear in it: no pattern has two repetitions that can match the same part, and no
-scan restarts at every position. `tests/unit/test_hostile_text.py` tests all of them.
+scan restarts at every position. `tests/unit/envs/test_hostile_text.py` tests all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The contract of every algorithm. A new file in rolljax/trainer/algorithms is tested here automatically.
 
 Trajectories are random, credit and packing are the real ones, and the objective is differentiated with respect to the
-log-prob of every token (`tests/unit/test_update.py` shows that log-probs themselves do not depend on the packing).
+log-prob of every token (`tests/unit/trainer/test_update.py` shows that log-probs themselves do not depend on the packing).
 """
 
 import dataclasses

@@ -80,9 +80,9 @@ SPECS = {
     "recorded_conversations": Records(str(DATA / "conversations.jsonl")),
 }
 ELSEWHERE: dict[str, str] = {
-    "rolljax.envs.adapters.textarena.TextArena": "unit/test_adapters.py",
-    "rolljax.envs.adapters.gem.Gem": "unit/test_adapters.py",
-    "rolljax.envs.adapters.taubench.TauBench": "unit/test_adapters.py",
+    "rolljax.envs.adapters.textarena.TextArena": "unit/envs/test_adapters.py",
+    "rolljax.envs.adapters.gem.Gem": "unit/envs/test_adapters.py",
+    "rolljax.envs.adapters.taubench.TauBench": "unit/envs/test_adapters.py",
     "rolljax.envs.adapters.openenv.OpenEnv": "e2e/test_adapters_servers.py",
     "rolljax.envs.adapters.rock.Rock": "e2e/test_adapters_servers.py",
     "rolljax.envs.code_problems.CodeProblems": "e2e/test_code_problems.py",

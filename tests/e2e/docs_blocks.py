@@ -38,7 +38,7 @@ LITERAL = {"my_model.md"}
 NOT_RUN = {
     r"^(pip|apt-get|git clone|make|source|hf download) ?": "installs or downloads, or is what started this test",
     r"rolljax\.plan": "the TPU compiler takes minutes: tests/e2e/test_plan.py",
-    r"qwen3_32b_async": "minutes: tests/unit/test_simulation.py has smaller ones",
+    r"qwen3_32b_async": "minutes: tests/unit/simulation/test_simulation.py has smaller ones",
     r"^python benchmarks/": "figures, not promises",
     r"think_j_offline": "needs pairs that a trained judge wrote: tests/recipes/test_think_j.py",
     r"agent_program": "tests/e2e/test_agent.py",

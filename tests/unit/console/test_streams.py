@@ -14,7 +14,7 @@ from rolljax.console import terminal
 from rolljax.console.progress import Console, ProgressBar, TolerantConsole
 from rolljax.errors import EnvError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERB = """
 import sys
 from rolljax import cli

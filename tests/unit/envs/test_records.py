@@ -23,7 +23,7 @@ from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Key, Message, Task, Trajectory, Turn
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 ANSWERS = Records(str(DATA / "answers.jsonl"), prompt_key="question")
 PAIRS = Records(str(DATA / "pairs.jsonl"))
 TALKS = Records(str(DATA / "conversations.jsonl"))

@@ -149,7 +149,7 @@ def test_texts_that_are_right(text, reference, right):
 
 
 def test_the_table_of_rules_in_the_docs_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "my_model.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "my_model.md").read_text()
     table = page.split("## When two answers are the same")[1].split("\n## ")[0]
     rows = [re.split(r" \| ", line.strip("| ")) for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 17

@@ -54,7 +54,7 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.optimizer import Adafactor, AdamW, Lion, Muon
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = CONFIGS.parent / "rolljax" / "recipes"
 QUICKSTART = str(CONFIGS / "quickstart.gin")
 MAX_CONTEXT, MAX_ANSWER = 64, 16

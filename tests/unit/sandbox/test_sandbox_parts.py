@@ -378,7 +378,7 @@ def test_a_lost_sandbox_can_be_pickled():
     assert pickle.loads(pickle.dumps(SandboxGone("memory"))).killed_by == "memory"
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
 
 
 def test_the_page_lists_every_system_call_that_is_refused():
@@ -392,7 +392,7 @@ def test_every_limit_on_the_page_names_its_test():
     table = PAGE.split("| resource | limit |", 1)[1].split("\n\n", 1)[0]
     rows = re.findall(r"`(test_\w+\.py)`: \*(.+?)\* \|$", table, re.M)
     assert len(rows) == table.count("\n") - 1 > 20
-    folder = Path(__file__).parents[1] / "e2e"
+    folder = Path(__file__).parents[2] / "e2e"
     probes = "".join((folder / f"sandbox_{name}.py").read_text() for name in ("probes", "memory_probes"))
     for file, name in rows:
         assert name in (folder / file).read_text() + probes, name

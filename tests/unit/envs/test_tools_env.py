@@ -274,7 +274,7 @@ def test_the_calculator_task():
 
 
 def test_the_example_of_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     code = page[page.index("# trip.py\n") :].split("```")[0]
     exec(compile(code, "trip.py", "exec"), {"__name__": "trip"})
     said = capsys.readouterr().out

@@ -24,7 +24,7 @@ from rolljax.trainer.paper import Stated
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.types import Key, Task, Trajectory, Turn
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 sys.path.insert(0, str(DOCS))
 pages = importlib.import_module("make_algorithm_pages")
 sys.path.remove(str(DOCS))

@@ -12,7 +12,7 @@ from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.tools.env import ToolEnv
 from rolljax.errors import ConfigError
 from rolljax.types import Task
-from tests.unit.test_tools_env import TOOLS, Log
+from tests.unit.envs.test_tools_env import TOOLS, Log
 
 A, B = Task("code", 0, "a"), Task("code", 1, "b")
 

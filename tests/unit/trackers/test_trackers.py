@@ -18,7 +18,7 @@ from rolljax.trackers.feed import Feed, Trackers
 from rolljax.trackers.trackio import config_of
 from tests.file_tracker import FileTracker, given
 
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
+QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.gin")
 SETTINGS = {"seed": 0, "env.name": "lake", "phases[0].steps": 3, "model": None, "lr": 0.5}
 
 

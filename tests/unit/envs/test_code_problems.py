@@ -174,7 +174,7 @@ def test_the_problems_for_tests_are_right():
     """The asserts hold for the recorded programs: run here, they are our own."""
     from pathlib import Path
 
-    path = Path(__file__).parents[1] / "data" / "code_problems_mbpp.jsonl"
+    path = Path(__file__).parents[2] / "data" / "code_problems_mbpp.jsonl"
     problems = CodeProblems(str(path)).problems()
     assert len(problems) == 6
     for problem in problems:

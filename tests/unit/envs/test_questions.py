@@ -24,7 +24,7 @@ from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.types import Message
 from rolljax.validate import main as validate
 
-SAMPLE = Path(__file__).parents[1] / "data" / "word_problems.jsonl"
+SAMPLE = Path(__file__).parents[2] / "data" / "word_problems.jsonl"
 SPEC = Questions(str(SAMPLE))
 PLACES = ("any", "boxed", "last", "Answer: {answer}", "<answer>{answer}</answer>")
 

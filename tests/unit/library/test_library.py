@@ -29,7 +29,7 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.optimizer import AdamW
 from rolljax.types import Key, Task, Trajectory, Turn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # ---- the package ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rolljax.config import loader
 from rolljax.config.resolved import ABSENT, diff
 from rolljax.errors import ConfigError, DataError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAD = "from __gin__ import dynamic_registration\nimport config_fixture as fx\n"  # two lines: bindings start at 3
 
 

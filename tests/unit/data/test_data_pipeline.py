@@ -23,7 +23,7 @@ from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.recipes.rome import turn_mask
 from rolljax.storage.layout import LOCK
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from rule_server import RuleServer
 
