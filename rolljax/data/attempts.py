@@ -1,4 +1,4 @@
-"""Measure how often a policy gets a task right: its attempts, and the difficulty of the task by them.
+"""Measure how often a policy solves a task: sample or read its attempts, and compute the task's difficulty from them.
 
 Attempts come from a model (`SampleAttempts`), or from the rollouts that a run wrote (`FromRollouts`). They are in the
 record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
@@ -31,11 +31,11 @@ Score = Callable[[Record, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class SampleAttempts(AskingStage):
-    r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions`
+    r"""Ask a model to answer each record `k` times, and compare each answer with the recorded one, as `Questions`
     does."""
 
     k: Annotated[int, Range(low=1)] = 8
-    """Attempts at a record."""
+    """Number of attempts per record."""
     temperature: float = 1.0
     max_tok: int = 1024
     key: str = ""
@@ -50,18 +50,25 @@ class SampleAttempts(AskingStage):
     """Custom scoring function (record, answer) that returns 0 to 1 and replaces the comparison with the recorded
     answer."""
     until_success: bool = False
-    """Stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most."""
+    """Whether to stop after the first attempt with reward 1, as adaptive synthesis does; `k` is then the maximum number
+    of attempts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self)
         if "{question}" not in self.prompt:
             raise ConfigError(
-                "does not contain {question}", setting="Attempts.prompt", value=self.prompt, remedy="add {question}"
+                "does not contain {question}",
+                setting="SampleAttempts.prompt",
+                value=self.prompt,
+                remedy="add {question}",
             )
         if self.k > 1 and not self.temperature:
             raise ConfigError(
-                "makes all attempts at a record the same", setting="Attempts.temperature", value=0, remedy="1, or k = 1"
+                "makes all attempts at a record the same",
+                setting="SampleAttempts.temperature",
+                value=0,
+                remedy="1, or k = 1",
             )
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
@@ -101,7 +108,7 @@ class SampleAttempts(AskingStage):
             return float(is_right(answer, reference, self.answer_in))
         value = float(self.score(record, answer))
         if not 0 <= value <= 1:
-            raise DataError(f"Attempts.score gave {value!r}, which is not from 0 to 1, for {str(record)[:200]}")
+            raise DataError(f"SampleAttempts.score gave {value!r}, which is not from 0 to 1, for {str(record)[:200]}")
         return value
 
     def _messages(self, record: Record) -> Sequence[Message]:
@@ -120,7 +127,7 @@ class FromRollouts(Stage):
     paths: tuple[str, ...] = ()
     """Files, or folders of them."""
     key: str = ""
-    """The column of the question, what `Questions` makes the task's content; empty: `Pipeline.key`."""
+    """The column of the question, from which `Questions` makes the content of a task; empty: `Pipeline.key`."""
     solved: bool = True
     """Whether an attempt is scored 1 if it solved the task and 0 otherwise; if False, its score is its reward."""
 
@@ -195,7 +202,7 @@ class Difficulty(Stage):
     """Sum up the attempts at each record: a column `rollouts` with `k`, `mu`, `sigma`, `score` (`rates`)."""
 
     keep_attempts: bool = False
-    """Leave their texts in the record."""
+    """Whether to keep the column `attempts` in the record."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:

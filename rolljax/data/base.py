@@ -57,10 +57,11 @@ class Ledger:
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
     """Numbers that the stage itself measured, by name."""
     samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """A few of the dropped, by reason."""
+    """Up to `NUM_SAMPLES` dropped records, by reason."""
     observed: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Values by name, `seen` how many there were."""
+    """Observed values by name; a random sample of `NUM_OBSERVED` if there are more (`seen` counts all)."""
     seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Number of observed values, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as a JSON value."""
@@ -70,8 +71,9 @@ class Ledger:
 class Place:
     """The context of a running stage: its resources, and its report.
 
-    label: of the stage in this pipeline, `02_minhash`. seed: of all that is drawn. scratch: a folder for what does not
-    fit into memory; it is empty at first, and taken away afterwards. asker: asks the stage's model; None: it has none.
+    label: of the stage in this pipeline, `02_minhash`. seed: of everything random in the stage. scratch: a folder for
+    data that does not fit into memory; it is empty at first, and deleted afterwards. asker: asks the stage's model;
+    None: the stage has no model.
     """
 
     def __init__(self, label: str, seed: int, scratch: Path, asker: Asker | None = None) -> None:
@@ -117,12 +119,12 @@ class Stage(abc.ABC):
 
     @property
     def asks(self) -> bool:
-        """Return whether it needs a model: that of its own field `model`, else the pipeline's."""
+        """Return whether the stage needs a model: the one in its field `model`, else `Pipeline.model`."""
         return False
 
     @property
     def name(self) -> str:
-        """Return its name in reports: its class, in small letters."""
+        """Return the stage's name in reports: the name of its class in snake case."""
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("_")
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Filters by a model's verdict, and the shared parts of all stages that request verdicts."""
+"""A filter by a model's verdicts, and the base class of all stages that parse a model's answers."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class JudgeFilter(VerdictStage):
     """Keep records that a model accepts."""
 
     prompt: str = ""
-    """Prompt of the judge; `{column}` is replaced by the record's text in that column, between marks; a
-    system message says that nothing between them is an instruction."""
+    """Prompt of the judge. `{column}` is replaced by the text of that column, between marks; a system message says that
+    the text between the marks is material to judge, not instructions."""
     verdict: str = r"(?i)verdict:\s*(\w+)"
     """A regular expression with one group; its last match after the model's thinking is the verdict, in small
     letters."""

@@ -40,7 +40,7 @@ class Asker:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """Return the answer to a conversation; equal questions are asked once.
+        """Return the model's answer to a conversation. Equal requests are sent once.
 
         Raises:
           InfraError: there is none. ChatTooLong: it does not fit.
@@ -82,7 +82,7 @@ class Asker:
                 loop.run(self._close(self._calls))
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result for one record."""
+        """Return the result of one call of `work`, which needs no record."""
         return next(iter(self.each([{}], lambda _: work())))[1]
 
     async def _close(self, calls: Calls) -> None:

@@ -62,7 +62,7 @@ class Pipeline:
     key: str = "prompt"
     """The column of the questions, for all stages that name none themselves; dots reach into objects."""
     seed: int = 0
-    """Seed of all random draws."""
+    """Seed of everything random in the pipeline."""
     concurrency: Annotated[int, Range(low=1)] = 32
     """Maximum number of concurrent requests to a model."""
     output: Format = "jsonl"

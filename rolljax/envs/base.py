@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Runs = Literal["inline", "thread", "process"]
 NUM_INDICES = 1_000_000
-"""Indices that the training stream draws from before it repeats them in another order."""
+"""Number of indices in one pass of the training stream; further passes repeat them in another order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,18 +32,19 @@ class StepResult:
     reward: float
     """Reward of this step."""
     terminated: bool
-    """The episode reached its end."""
+    """Whether the episode reached its end."""
     truncated: bool = False
     """Whether a limit of the environment cut the episode. Never set together with `terminated`."""
     success: bool = False
     """Whether the task is solved; separate from the reward."""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The same by name, for the record."""
+    """Scores of this step by name, which are recorded but not trained on."""
     weight: float = 1.0
     """Weight of the action just taken in a supervised loss (0: part of a recorded conversation, but not a training
     example)."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Other numbers, summed over the episode (tool calls, illegal moves); a name says its unit (`tool_calls_n`)."""
+    """Other numbers, summed over the episode (tool calls, illegal moves); each name ends with its unit
+    (`tool_calls_n`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class Env(abc.ABC):
     """
 
     run_limit_s: float | None = None
-    """Longest that the program in the next action may run, seconds; None: what the settings say. Set before `step`, for
-    environments with `EnvSpec.run_limits`."""
+    """Longest time in seconds that the program in the next action may run; None: the time-out of the settings. Set
+    before `step`, for environments with `EnvSpec.run_limits`."""
 
     @abc.abstractmethod
     def reset(self, task: Task) -> tuple[Message, ...]:
@@ -110,19 +111,19 @@ class EnvSpec(abc.ABC):
 
     runs: ClassVar[Runs] = "process"
     """Place where the pool runs the episodes. `process`: in a worker process that can be killed, so that no answer can
-    keep the trainer waiting. `inline`: in threads of the trainer, for calls that take microseconds whatever the answer
-    is, because its length is bounded and every reader of it takes time linear in that. `thread`: the same, for calls
-    that wait for something outside this process (a server, a sandbox)."""
+    keep the trainer waiting. `inline`: in threads of the trainer, for calls that take microseconds for any answer,
+    because answers have a maximum length and are read in linear time. `thread`: in threads of the trainer too, for
+    calls that wait for another process or machine (a server, a sandbox)."""
 
     @property
     def needs_worker(self) -> str:
-        """The reason why its calls must run in worker processes, whatever the pool's settings; empty: threads are
-        allowed."""
+        """The reason why calls must run in worker processes, even if the pool's settings ask for threads; empty:
+        threads are allowed."""
         return ""
 
     @property
     def max_turns(self) -> int:
-        """Most turns of an episode; multi-turn environments have a field of this name."""
+        """Maximum number of turns of an episode. Multi-turn environments have a field of this name."""
         return 1
 
     @property
@@ -132,7 +133,8 @@ class EnvSpec(abc.ABC):
 
     @property
     def specs(self) -> Mapping[str, EnvSpec]:
-        """The environments by domain, as `Task.env` says it; of one that is no mixture its own."""
+        """The environment of each domain, by the domain's name (`Task.env`). An environment that is no mixture is its
+        own only domain."""
         return {self.name: self}
 
     @property
@@ -166,7 +168,8 @@ class EnvSpec(abc.ABC):
         return ()
 
     def columns_taken(self) -> str:
-        """Say which column of the data each part of a task is taken from, as one sentence; empty: it has no columns."""
+        """Return a sentence that names the data column of each part of a task; empty if the environment reads no
+        columns."""
         return ""
 
     def location(self, index: int) -> str:
@@ -198,8 +201,8 @@ class EnvSpec(abc.ABC):
         return None
 
     def variants(self, task: Task) -> Sequence[Task]:
-        """Return the task in every form in which an evaluation asks it, with the same content. Default: the task alone.
-        A judge is asked about two answers in both orders."""
+        """Return every form of the task that an evaluation asks, all with the same content. Default: only the task
+        itself. An environment that trains judges returns a pair of answers in both orders."""
         return (task,)
 
     def bad_actions(self) -> Sequence[str]:

@@ -50,7 +50,7 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "taubench": ("rolljax.envs.adapters.taubench.TauBench", "path"),
     "code": ("rolljax.envs.code_problems.CodeProblems", "path"),
 }
-"""Prefix before a colon -> class, and the setting that what follows the colon is given to."""
+"""Prefix of a reference -> class, and its setting that receives the text after the colon."""
 
 
 @functools.cache

@@ -238,7 +238,8 @@ def can_snapshot(spec: EnvSpec) -> bool:
 
 
 def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
-    """Play the first `middle` turns, take a snapshot, and compare what follows from it with the whole episode."""
+    """Play the first `middle` turns, take a snapshot, and check that episodes restored from it continue as the whole
+    episode did."""
     first, second = spec.make(), spec.make()
     try:
         so_far = Transcript(full.task, [first.reset(full.task)], [])

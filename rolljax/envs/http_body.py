@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx2
 
 ACCEPTED = {"Accept-Encoding": "gzip"}
-"""The header that says which packing `Unpacker` reads."""
+"""Request header that asks for the only compression that `Unpacker` reads."""
 MAX_PIECE = 1 << 16
 """Bytes that are unpacked at a time."""
 MAX_ERROR_BYTES = 1 << 16
@@ -25,7 +25,7 @@ _GZIP = zlib.MAX_WBITS | 16
 
 
 class BadBody(ValueError):
-    """A body that is too long, damaged, or packed in a way that was not asked for."""
+    """A body that is too long, damaged, or compressed in another way than `ACCEPTED`."""
 
 
 class Unpacker:

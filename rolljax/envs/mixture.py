@@ -1,4 +1,4 @@
-"""Several environments as one: a mixture of domains, each with its weight in what is trained.
+"""Several environments as one: a mixture of domains, each with a weight that sets its share of training.
 
 `Mixture({"math": Domain(...), "code": Domain(...)})` is an environment. `Task.env` of its tasks is the name of their
 domain, by which metrics, evaluations and teachers tell them apart. Each domain keeps the tasks, the split and the kind
@@ -65,8 +65,8 @@ class Mixture(EnvSpec):
     """
 
     domains: Mapping[str, Domain | str]
-    """Domains by name, each a `Domain`; a reference (`'rg:chain_sum'`, `envs/catalog.py`) stands for a domain of weight
-    1."""
+    """Domains by name. Each is a `Domain`, or a reference (`'rg:chain_sum'`, see `envs/catalog.py`) to an environment
+    that gets weight 1."""
 
     def __post_init__(self) -> None:
         if not self.domains:
@@ -90,7 +90,7 @@ class Mixture(EnvSpec):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each domain, as it is set."""
+        """The configured weight of each domain."""
         return {name: domain.weight for name, domain in self.of.items()}
 
     @property

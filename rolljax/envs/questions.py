@@ -58,13 +58,13 @@ class Questions(EnvSpec):
     records: InMemoryRows | Sequence[Row] | None = None
     """The rows themselves, as dicts, instead of a path."""
     prompt_key: str = ""
-    """Column of the prompt, with dots into objects; empty: the usual names are looked for (`USUAL_PROMPTS`). A prompt
-    is a text or messages, also as JSON text; a final assistant message is dropped."""
+    """Column of the prompt; dots reach into objects. Empty: found by its usual names (`USUAL_PROMPTS`). A prompt is a
+    text or messages, also as JSON text; a final assistant message is dropped."""
     answer_key: str = ""
-    """Column of the answer, with dots into objects; empty: the usual names are looked for (`USUAL_ANSWERS`)."""
+    """Column of the answer; dots reach into objects. Empty: found by its usual names (`USUAL_ANSWERS`)."""
     solution_key: str = ""
-    """Column of the solution, with dots into objects; empty: the usual names are looked for (`USUAL_SOLUTIONS`).
-    Solutions may be missing."""
+    """Column of the solution; dots reach into objects. Empty: found by its usual names (`USUAL_SOLUTIONS`). Solutions
+    may be missing."""
     prompt: str | None = None
     """Template of the question; `{question}` is replaced. None: `BOXED` for prompts that are texts; prompts that are
     messages stay unchanged."""
@@ -76,9 +76,9 @@ class Questions(EnvSpec):
     first that exists of a box, a line after `####`, a line after `Answer:`, the text if it is one line without words,
     the last number."""
     reward: Reward | None = None
-    """A custom function (`Reward`), instead of checking the answer; rows then need no answer. An exception or a result
-    that is not finite is a fault of the environment, not a reward. The recorded answer is then the full text of its
-    column, and `reference_answer` gives it as it stands, after the solution if there is one."""
+    """A custom function (`Reward`) that replaces the check of the answer; rows then need no answer. An exception or a
+    result that is not finite is a fault of the environment, not a reward. The recorded answer is then the full text of
+    its column, and `reference_answer` returns that text unchanged, after the solution if there is one."""
     solved_at: float = 1.0
     """Reward from which on a task counts as solved."""
     bad_rows: BadRows = "error"
@@ -87,7 +87,7 @@ class Questions(EnvSpec):
     domain: str = "questions"
     """Name of these tasks in metrics."""
     category_key: str = ""
-    """A column that says what kind of question it is, for the tables of an evaluation; empty: none."""
+    """Column of the question's category, for the tables of an evaluation; empty: none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", in_memory(self.records))
@@ -295,7 +295,7 @@ class QuestionsEnv(PureEnv):
 
 
 def is_same(reference: str, answer: str) -> bool | TooMuch:
-    """Return whether two final answers are equal, whatever their notation.
+    """Return whether two final answers are equal, in any notation.
 
     Plain rules decide if they can, otherwise math-verify in a forked child. `TooMuch`: the answer exceeded the limits
     on time or memory, which makes it wrong.

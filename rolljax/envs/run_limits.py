@@ -26,13 +26,13 @@ class AdaptiveTimeout(Checked):
     """
 
     factor: Annotated[float, Range(low=1)] = 1.5
-    """Times that longest run."""
+    """The time-out, as a multiple of the task's longest correct run so far."""
     low_s: Annotated[float, Range(above=0)] = 2.0
     """The shortest time-out, seconds."""
 
 
 class RunLimits:
-    """Time-outs by task, as `cfg` says, learned from what environments report.
+    """Time-outs by task, computed by `cfg` from the run times that environments report.
 
     Args:
       most_s: the environment's own time-out, seconds.
@@ -43,13 +43,13 @@ class RunLimits:
         self._longest_s: dict[str, float] = {}
 
     def limit_s(self, task: Task) -> float | None:
-        """Return the current time limit of a program for `task`, seconds; None: the environment's own."""
+        """Return the current time limit of a program for `task`, in seconds; `most_s` until a program was correct."""
         if task.id not in self._longest_s:
             return self._most_s
         return min(max(self._cfg.low_s, self._cfg.factor * self._longest_s[task.id]), self._most_s)
 
     def learn(self, task: Task, result: StepResult) -> None:
-        """Record the environment's report on a program for `task`."""
+        """Record the run time of a program for `task`, if it was correct and the environment reports the time."""
         if not result.success or RUN_S not in result.metrics:
             return
         longest_s = max(float(result.metrics[RUN_S]), self._longest_s.get(task.id, 0.0))

@@ -95,7 +95,7 @@ def training_indices(
 
 
 def _numbers(spec: Mixture, num_tasks: int) -> dict[str, int]:
-    """Return the number of tasks of each domain: at least one of all that have a weight."""
+    """Return the number of tasks of each domain, by weight: at least one for every domain whose weight is not 0."""
     weights = {name: weight for name, weight in spec.weights.items() if weight}
     if num_tasks < len(weights):
         raise DataError(f"{num_tasks} tasks are not enough for the {len(weights)} domains of {spec.name}: ask for more")
@@ -154,9 +154,8 @@ class TaskStream:
         self._iterator: Any = shuffled(num, self.seed % 2**31, item, keep)
 
     def _training_set(self) -> list[int] | None:
-        """Return the indices of a finite training set; None: it is infinite. Every row of recorded data
-        is one of them (two may have the same prompt and different answers); with `num_tasks` they are all
-        different."""
+        """Return the indices of a finite training set; None: it is infinite. Without `num_tasks` these are all rows
+        that are not held out (two may have the same prompt and different answers); with it, different tasks only."""
         most = self.spec.num_tasks
         if self.num_tasks:
             among = range(NUM_INDICES if most is None else most)

@@ -1,4 +1,4 @@
-"""Episodes in which a model behind an OpenAI-compatible server answers (`chat_models.client`)."""
+"""Evaluation of a model on an OpenAI-compatible server (`chat_models.client`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rolljax.types import Completion, Message, Sampled
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EndpointRollouts(EpisodeRollouts):
-    """Episodes that a model behind a server plays. It sees messages, not tokens: the server applies its template."""
+    """Episodes played by a model on a server. Requests hold messages, not tokens: the server applies its chat
+    template."""
 
     pool: Pool
     endpoint: Endpoint
@@ -83,7 +84,7 @@ class TokenRecord:
 
 
 class EndpointModel:
-    """A model behind a server.
+    """A model on an OpenAI-compatible server.
 
     Args:
       key: bearer token. It is kept nowhere.

@@ -1,4 +1,4 @@
-"""Models to evaluate: in this process, or behind a server (`endpoint.py`)."""
+"""Models to evaluate: loaded into this process, or on a server (`endpoint.py`)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EvaluatedModel(Protocol):
 
 
 class SamplerModel:
-    """Weights in this process, behind the sampler of training.
+    """A model whose weights are in this process, sampled with the sampler of training.
 
     Args:
       weights: as `Model.bind` takes them. run: the run folder that they come from.

@@ -24,7 +24,7 @@ class ReportTable(Protocol):
     """A table that an environment adds to a report: a dataclass, which is part of the report's JSON record."""
 
     def markdown(self) -> str:
-        """Return the table, to paste."""
+        """Return the table as Markdown."""
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class MakesTable(Protocol):
     def evaluation_table(
         self, trajectories: Sequence[Trajectory], keys: Sequence[Key], attempts: Attempts
     ) -> ReportTable:
-        """Return the table of these attempts, which have the keys of the same positions."""
+        """Return the table of these attempts. `keys[i]` is the key of `trajectories[i]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,7 +381,7 @@ def _named(record: Mapping[str, Any]) -> str:
 
 
 def _is_compared(metric: str) -> bool:
-    """Return whether to show a metric: avg@n is pass@1, whatever n is; majorities of one or two are no other."""
+    """Return whether to compare a metric. `avg@n` equals `pass@1` for every n, and so do `maj@1` and `maj@2`."""
     return not metric.startswith("avg@") and metric not in ("maj@1", "maj@2")
 
 

@@ -178,7 +178,8 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
 
 
 def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[EvaluationJob]:
-    """Yield every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
+    """Return every attempt, task by task. Keys, and so the samples, equal those of a run's own evaluation at this
+    version."""
     prompt_index, jobs = version * sum(map(len, tasks)), []
     for benchmark, every in enumerate(tasks):
         for task in every:

@@ -25,8 +25,8 @@ class Benchmark(Checked):
 
     env: EnvSpec
     num_tasks: Annotated[int, Range(low=1)] = 256
-    """The first `num_tasks` different tasks in index order, or all if there are fewer. A judge's are asked in both
-    orders of the answers (`EnvSpec.variants`)."""
+    """Number of tasks: the first `num_tasks` different ones in index order, or all if there are fewer. Tasks that
+    compare two answers are asked in both orders of the answers (`EnvSpec.variants`)."""
     held_out_frac: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of all tasks that forms the split from which the tasks are taken, chosen by the hash of their content;
     training with the same `Evaluation.held_out_frac` never sees these tasks. 1: all tasks."""
@@ -76,12 +76,15 @@ class Attempts:
     num: Annotated[int, Range(low=1)] = 1
     """Attempts at each task."""
     at: tuple[int, ...] = ()
-    """The k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`. temperature (0: greedy), top_p, top_k, min_p: of
-    sampling."""
+    """The k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`."""
     temperature: Annotated[float, Range(low=0)] = 1.0
+    """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Nucleus sampling: the smallest set of tokens with at least this probability; 1: all tokens."""
     top_k: Annotated[int, Range(low=0)] = 0
+    """Number of most probable tokens that are sampled from; 0: all."""
     min_p: Annotated[float, Range(low=0, high=1)] = 0.0
+    """Smallest probability of a sampled token, as a share of the highest one; 0: no limit."""
     seed: int = 0
     """Seed of everything that is sampled."""
     confidence: Annotated[float, Range(above=0, below=1)] = 0.95
@@ -91,7 +94,7 @@ class Attempts:
     concurrency: Annotated[int, Range(low=1)] = 256
     """Maximum number of concurrent episodes."""
     stall_s: Annotated[float, Range(above=0)] = 3600.0
-    """Longest that no answer may become complete while some are under way."""
+    """Longest time in seconds without a completed answer while answers are under way."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Weights of environments by name, in any unit, for a weighted mean in the table. Give weights for all
     environments, or for none."""

@@ -1,1 +1,1 @@
-"""Models as judges: how they are asked, how their verdicts are parsed, counted and kept."""
+"""Models as judges: requests, prompts, and the parsing, counting and storage of verdicts."""

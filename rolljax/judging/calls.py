@@ -134,7 +134,7 @@ class Calls:
         return self._counts + collections.Counter(damaged=self._journal.damaged)
 
     async def answer(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        """Return the answer to `what`, from an earlier call if there was one.
+        """Return the answer to a request, from the journal or a call in progress if the same request was made before.
 
         Args:
           what: everything that the answer depends on, in addition to the identity. ask: requests an answer and returns

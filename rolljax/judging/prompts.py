@@ -35,7 +35,8 @@ def quoted(mark: str, text: str) -> str:
 
 
 def guarded(mark: str, text: str) -> Prompt:
-    """Return a prompt whose system message says that quoted texts are material."""
+    """Return a prompt whose system message says that the texts between the marks are material to judge, not
+    instructions."""
     return (Message("system", GUARD.format(mark=mark)), Message("user", text))
 
 

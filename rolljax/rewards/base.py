@@ -70,7 +70,8 @@ class TrainedModels(Protocol):
         """
 
     def load(self, mesh: Mesh, phase: str, run: str) -> TrainedValue:
-        """Return the reward model of a phase of this run, as it was when the phase ended, or that of a finished `run`.
+        """Return the reward model that a phase of this run had trained when the phase ended, or the one that the
+        finished `run` trained.
 
         Raises:
           CheckpointError: it is not there, or damaged.

@@ -1,4 +1,4 @@
-"""Measure how far a judge can be trusted, and what its marks are worth, on a labelled set.
+"""Measure a judge's agreement with people on a labelled set, and fit a calibration curve from its scores to the labels.
 
 A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "label": 1}`: the task, an answer to it, and the
 worth that a person gave the answer, from 0 to 1.
@@ -22,14 +22,14 @@ from rolljax.types import Key, Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """An answer to a task and what it is worth."""
+    """An answer to a task, with the score that a person gave it."""
 
     index: int
     """Index of the task."""
     answer: str
     """Text of the answer."""
     label: float
-    """Labelled worth of the answer, 0 to 1."""
+    """Score that a person gave the answer, from 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Agreement:
     lost: int
     """Answers without one."""
     accuracy: float
-    """Share of answers on which reward and label agree whether the worth is at least 0.5."""
+    """Share of answers whose reward and label are both at least 0.5 or both below it."""
     kappa: float
-    """Cohen's kappa of the agreement on whether the worth is at least 0.5 (0: as good as chance, NaN: undefined)."""
+    """Cohen's kappa of reward and label, each split at 0.5 (0: no better than chance, NaN: undefined)."""
     mean_error: float
     """Mean of |reward - label|."""
     scores: tuple[float, ...]
     """Reward of every answer with a verdict."""
     labels: tuple[float, ...]
-    """Labelled worth of every answer with a verdict."""
+    """Label of every answer with a verdict."""
 
 
 def read_labelled(path: str | Path) -> list[Labelled]:
@@ -96,7 +96,7 @@ async def agreement(reward: RewardConfig, around: RewardContext, labelled: Seque
 
 
 def agreed(scores: Sequence[float], labels: Sequence[float], lost: int = 0) -> Agreement:
-    """Return the agreement between scores and the worth of the answers."""
+    """Return the agreement between scores and labels of the same answers."""
     a, b = np.array(scores, np.float64), np.array(labels, np.float64)
     if not len(a):
         return Agreement(0, lost, math.nan, math.nan, math.nan, (), ())
@@ -110,8 +110,8 @@ def agreed(scores: Sequence[float], labels: Sequence[float], lost: int = 0) -> A
 
 
 def isotonic(scores: Sequence[float], labels: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Fit the rising curve that is closest to the worth of the answers by least squares (pool adjacent violators).
-    Returns points for `Judge.calibration` and `compose.Shaping`.
+    """Fit the non-decreasing curve from scores to labels with the least squared error (pool adjacent violators).
+    Returns its points, for `Judge.calibration` and `compose.Shaping`.
 
     Args:
       scores: of the judge, `[N]`. labels: worth of the same answers, `[N]`.

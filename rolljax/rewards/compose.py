@@ -185,8 +185,8 @@ class Clip(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Veto(Composition):
-    """A reward with a veto by another one: an answer with made-up facts is worth nothing, however good the rest is
-    (STAgent). A vetoed episode did not succeed."""
+    """A reward that another reward can veto: an answer with made-up facts gets `to`, however good the rest is
+    (STAgent). A vetoed episode counts as not solved."""
 
     reward: RewardConfig
     """The reward without a veto."""
@@ -197,7 +197,7 @@ class Veto(Composition):
     above: float | None = None
     """Threshold above which the reward `by` triggers the veto (None: no such threshold)."""
     to: float = 0.0
-    """The value under a veto."""
+    """Reward of a vetoed episode."""
 
     def __post_init__(self) -> None:
         if self.below is None and self.above is None:
@@ -222,7 +222,7 @@ class Veto(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Shaping(Composition):
-    """A reward through a curve of straight lines: another scale, a bonus near the top, a calibration."""
+    """A reward mapped through a piecewise linear curve: another scale, a bonus near the top, a calibration."""
 
     reward: RewardConfig
     """The reward to shape."""

@@ -20,9 +20,9 @@ from rolljax.types import Task, Trajectory
 
 Value = float | Mapping[str, float] | Reward
 Plain = Callable[[Task, Said], Value]
-"""`reward(task, said)`: returns a value, named parts that are summed, or a `Reward`."""
+"""`fn(task, said)`: returns the reward as a number, as named parts that are summed, or as a `Reward`."""
 Waiting = Callable[[Task, Said], Awaitable[Value]]
-"""The same as a coroutine, which may wait for something outside of this process."""
+"""The same as a coroutine, which may wait for another process or machine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +34,17 @@ class Function(Checked, Rule):
     """
 
     fn: Plain | Waiting
-    """`fn(task, said)`, with `types.Task` and `rewards.workers.Said`."""
+    """The function, `fn(task, said)`, which receives a `types.Task` and a `rewards.workers.Said`."""
     part: str = "function"
     """Name of this reward in `reward_parts`."""
     where: RuleWhere = "process"
-    """Threads of this process; process: worker processes, which are killed when they hang or crash, and replaced; ray:
-    Ray actors. Coroutines run on the run's event loop, which they must not block, whatever this says."""
+    """Place where plain functions run. `thread`: threads of this process; `process`: worker processes, which are
+    replaced when they hang or crash; `ray`: Ray actors. A coroutine always runs on the run's event loop and must not
+    block it."""
     timeout_s: Annotated[float, Range(above=0)] = 30.0
-    """Longest call of plain Python."""
+    """Longest time in seconds that a call of a plain function may take."""
     workers: Annotated[int, Range(low=0)] = 0
-    """Threads, processes or actors, 0 for what `PoolConfig` takes."""
+    """Number of threads, processes or actors; 0: the default of `PoolConfig.workers`."""
     limits: CallLimits = CallLimits()
     """Limits on the calls of a coroutine."""
     version: str = ""

@@ -31,13 +31,13 @@ Verdict = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ModelJudge(RewardConfig):
-    """The settings of every judge. Subclasses say what it is asked, and what its verdicts are worth."""
+    """The settings of every judge. Subclasses define the questions, and the reward for the verdicts."""
 
     model: ChatModelConfig
     """The judge model."""
     _: dataclasses.KW_ONLY
     num: Annotated[int, Range(low=1)] = 1
-    """Number of times that the judge is asked each question."""
+    """Number of verdicts requested for each question."""
     solved_at: float | None = None
     """Reward from which on the task counts as solved; None: the judge does not decide."""
     part: str = "judge"
@@ -172,12 +172,13 @@ class Judge(ModelJudge):
     veto: str = ""
     """Name of the veto; empty: there is none."""
     labels: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Instead of dimensions: the judge ends with `{"verdict": "..."}`, one of these, each with its worth."""
+    """Reward by label, instead of `dimensions`: the judge ends with `{"verdict": "..."}`, which must be one of these
+    labels."""
     combine: Literal["mean", "majority"] = "mean"
     """Mean of `num` verdicts, or the most frequent of `labels`."""
     calibration: tuple[tuple[float, float], ...] = ()
-    """`(mark, worth)` in rising order, as `calibration.isotonic` makes it of a labelled set; the reward goes through it
-    in straight lines."""
+    """Points `(reward, calibrated reward)` in rising order, as `calibration.isotonic` fits them on a labelled set;
+    linear in between, constant beyond the ends. Empty: no calibration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,8 +251,9 @@ class PairJudge(ModelJudge):
 
     _: dataclasses.KW_ONLY
     orders: Literal["both", "random"] = "both"
-    """`both`: asked twice, the policy's answer first and second, and the mean taken; `random`: once, in an order that
-    the answer's hash decides. A judge that always says the same then gives every answer the same."""
+    """Order of the two answers in the prompt. `both`: the judge is asked once with the policy's answer first and once
+    with it second, and the reward is the mean; a judge that always prefers the same position then gives every answer
+    the same reward. `random`: asked once, in an order chosen by the answer's hash."""
 
     def prompts(self, around: RewardContext, task: Task, answer: str) -> Mapping[str, Prompt]:
         other = reference_of(around, task, type(self).__name__, whole=True)

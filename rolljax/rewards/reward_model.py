@@ -40,8 +40,8 @@ class RewardModelScore(RewardConfig):
     which is recorded as the part `environment`."""
 
     phase: str = ""
-    """The phase of this run that trains it (`RewardModel`, `PairRewardModel`); episodes of that phase and of those
-    before it are worth what the environment says."""
+    """The phase of this run that trains the reward model (`RewardModel`, `PairRewardModel`). Episodes of that phase and
+    of earlier phases keep the environment's reward."""
     path: str = ""
     """Instead of `phase`, the folder of a finished run with such a phase, or a Hugging Face folder of a sequence
     classifier with one label, whose score is read after the last token of the conversation."""
@@ -58,7 +58,7 @@ class RewardModelScore(RewardConfig):
     dtype: Dtype | None = None
     """Data type of the computation for a Hugging Face folder; None: float32 on CPU, else bfloat16."""
     mesh: MeshSpec = MeshSpec()
-    """The devices it is computed on."""
+    """Devices that compute the scores."""
     batch_tok: Annotated[int | None, Range(low=1)] = None
     """Tokens of a batch. Rows are padded to a power of two, and each padded length has one compiled program of about
     `batch_tok` tokens; None: 2048 on CPU, else 16384."""

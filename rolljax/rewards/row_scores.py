@@ -27,7 +27,7 @@ from rolljax.model.value import ValueModel
 from rolljax.trainer.mesh import num_batch_shards, put, replicated, rows
 
 MIN_ROW = 32
-"""Fewest tokens of a row that has a program of its own."""
+"""Smallest padded length of a row, in tokens; every padded length has its own compiled program."""
 LINGER_S = 0.002
 """Seconds that a row waits for more rows when the device is idle."""
 CPU_BATCH_TOK, DEVICE_BATCH_TOK = 2048, 16_384

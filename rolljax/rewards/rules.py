@@ -194,13 +194,13 @@ class Format(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Repetition(Checked, Rule):
-    """Minus the share of an answer's word n-grams that occurred in it before: 0 without repetition, near -1
-    for one that says the same over and over."""
+    """A penalty for repetition: minus the share of an answer's word n-grams that occurred earlier in the answer, from 0
+    (no repetition) to nearly -1. The most repetitive answer of an episode counts."""
 
     ngram: Annotated[int, Range(low=1)] = 3
-    """Words of each."""
+    """Words of an n-gram."""
     free: Annotated[float, Range(low=0, below=1)] = 0.0
-    """A share up to which nothing is taken off."""
+    """Share of repeated n-grams without a penalty; the penalty grows linearly above it, to 1 at a share of 1."""
 
     @property
     def name(self) -> str:

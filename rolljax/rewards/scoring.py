@@ -115,7 +115,8 @@ def open_scoring(reward: RewardConfig | None, around: RewardContext, deadline_s:
 
 
 def rewarded(trajectory: Trajectory, found: Reward, last: int = -1) -> Trajectory:
-    """Return the trajectory with this reward instead of its own. The rewards of its turns add up to it."""
+    """Return a copy of the trajectory with the reward `found`. The rewards of the turns add up to it: turn `last`
+    receives the part that `found.by_turn` does not assign."""
     turns, last = list(trajectory.turns), last % len(trajectory.turns)
     shares = list(found.by_turn) or [0.0] * len(turns)
     given = 0.0

@@ -112,7 +112,7 @@ class Rule(RewardConfig):
         """
 
     def warm(self, env: EnvSpec) -> None:  # noqa: B027  # most need nothing
-        """Load what every call needs, in the process that workers are forked from."""
+        """Load everything that all calls share. Called once, in the process that workers are forked from."""
 
     @property
     def pool(self) -> PoolConfig:

@@ -1,4 +1,5 @@
-"""`python -m rolljax.sandbox`: try to break out, and report what is isolated and what is not, with the remedy."""
+"""`python -m rolljax.sandbox`: try to break out of a sandbox, and report what is isolated and what is not, with
+remedies."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def _tried(host: SandboxHost) -> list[Finding]:
 
 
 def _notes(host: SandboxHost) -> list[Finding]:
-    """Report what is weaker here than it could be."""
+    """Return the protections that depend on this machine, with a remedy for each weaker one."""
     modes, rows = host.modes(), []
     if modes["own_uid"]:
         rows.append(Finding("a user id per sandbox", True, f"from {host.config.first_uid} on"))

@@ -90,8 +90,8 @@ def grade_mbpp(
 def grade(
     artefacts: Mapping[str, bytes], test_source: str, *, profile: Profile = CODE, host: SandboxHost | None = None
 ) -> GradeResult:
-    """Grade files. `test_source` defines functions `test_*(box)`; `box.run(argv, stdin)` runs a program in a fresh
-    sandbox that holds nothing but the artefacts, `box.read(path)` reads a file there.
+    """Grade files with tests. `test_source` defines functions `test_*(box)`; `box.run(argv, stdin)` runs a program in a
+    new sandbox that holds only the artefacts, and `box.read(path)` reads a file of it.
 
     Raises:
       InfraError: the machine failed, not the files.

@@ -146,7 +146,7 @@ class SandboxHost:
         files: Mapping[str, bytes] | None = None,
         profile: Profile = CODE,
     ) -> Result:
-        """Run one program in a fresh sandbox to its end."""
+        """Run one program in a new sandbox until it ends."""
         start = time.monotonic()
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
         ours, theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
@@ -291,8 +291,9 @@ class SandboxHost:
 
 
 def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
-    """Feed standard input and read both outputs until they are closed; closed descriptors become -1 in `fds`.
-    The third value says whether output passed the flood limit."""
+    """Write standard input and read both outputs until they are closed; closed descriptors become -1 in `fds`. Returns
+    standard output, standard error, and whether their total size passed `Profile.flood_bytes`, for which the program is
+    killed."""
     outputs = {1: HeadTail(profile.output_bytes), 2: HeadTail(profile.output_bytes)}
     left = memoryview(stdin)
     flooded = False

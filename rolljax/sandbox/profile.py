@@ -16,8 +16,9 @@ class Profile(Checked):
 
     name: str
     memory_bytes: Annotated[int, Range(above=0)] = 1 * GIB
-    """Proportional set size of all processes together with what the kernel holds for them (page tables, sockets,
-    descriptors), measured every quarter second (or the limit of a control group, where one was delegated)."""
+    """Memory limit of the whole sandbox, in bytes. A delegated control group enforces it if there is one; otherwise a
+    watchdog measures, every quarter second, the proportional set size of all processes plus the kernel's memory for
+    them (page tables, sockets, descriptors)."""
     address_bytes: Annotated[int, Range(above=0)] = 2 * GIB
     """Address space of one process."""
     cpu_s: Annotated[int, Range(low=0.001)] = 15

@@ -1,1 +1,1 @@
-"""Environments of other libraries and other machines, in rolljax's terms. docs/environments.md says what each maps."""
+"""Adapters for environments of other libraries and of servers. docs/environments.md explains the mapping of each."""

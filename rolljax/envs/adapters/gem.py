@@ -69,7 +69,8 @@ class Gem(EnvSpec):
 
 
 class GemEnv(Env):
-    """One episode. The object draws from the global generators, which it is lent for each call."""
+    """One episode. GEM's environment uses the global random generators; each call runs with them set to the episode's
+    state (`BorrowedRandom`)."""
 
     def __init__(self, spec: Gem) -> None:
         self._spec = spec

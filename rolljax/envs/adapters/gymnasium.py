@@ -197,7 +197,7 @@ def _numbers(spaces: Any, space: Any) -> int:
 
 
 def _show(id: str, env: Any, state: Any) -> str:
-    """Return the state as text. Brackets mark what the library marks by a colour."""
+    """Return the state as text. Brackets mark the parts that the library highlights by a colour."""
     if _bare(id).startswith("Taxi"):
         return _taxi(env, int(state))
     if _bare(id).startswith("Blackjack"):

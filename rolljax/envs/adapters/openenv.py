@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, over its WebSocket."""
+"""The environment of an OpenEnv server, over its WebSocket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OpenEnv(EnvSpec):
     """The field of the observation that is shown; empty: `messages` where it has such a list, else its first text among
     `message`, `text`, `prompt`, `observation`, `result`, `output`, else all of it as JSON."""
     success_reward: float = 1.0
-    """An episode whose last reward is at least this is solved, where the server's metadata do not say."""
+    """Last reward from which on an episode counts as solved, if the server's metadata have no `success`."""
     max_turns: Annotated[int, Range(low=1)] = 16
     """Actions before the episode is cut."""
     seed: int = 0
@@ -69,7 +69,7 @@ class OpenEnv(EnvSpec):
 
 
 class OpenEnvEnv(Env):
-    """One episode: a connection of its own, from `reset` to `close`."""
+    """One episode. It has its own connection, from `reset` to `close`."""
 
     def __init__(self, spec: OpenEnv) -> None:
         self._spec = spec
@@ -195,7 +195,7 @@ def bearer(token_env: str) -> dict[str, str]:
 
 
 def refused(status: int, url: str, setting: str, token_env: str) -> None:
-    """Raise `ConfigError` where a server's status says that the token is missing or wrong."""
+    """Raise `ConfigError` if the server's HTTP status means that the token is missing or wrong."""
     if status in (401, 403):
         raise ConfigError(
             f"does not open {url} (status {status})",

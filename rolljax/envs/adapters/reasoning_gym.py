@@ -47,7 +47,7 @@ EXACT = frozenset({"game_of_life_halting"})
 """The library's scorer takes any text for right; here the answer must equal the reference."""
 
 WHOLE = frozenset({"prime_factorization"})
-"""Part of the score goes to whoever copies the question; here it is all or nothing."""
+"""Families whose scorer gives a partial score even to a copy of the question; here only a full score counts."""
 
 SOLVED_AT: Mapping[str, float] = {"complex_arithmetic": 0.99, "polynomial_equations": 1 - 2e-5}
 """Scores that fall with the distance from the right number, and the score within which it is rounding. Elsewhere only a

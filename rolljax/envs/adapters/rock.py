@@ -1,4 +1,4 @@
-"""Environments behind the four GEM endpoints that ROCK serves: make, reset, step and close, JSON over HTTP."""
+"""Environments of a ROCK server, over its four GEM endpoints: make, reset, step and close, JSON over HTTP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rock(EnvSpec):
 
 
 class RockEnv(Env):
-    """One episode, in a sandbox of its own on the server."""
+    """One episode. It has its own sandbox on the server."""
 
     def __init__(self, spec: Rock) -> None:
         self._spec = spec

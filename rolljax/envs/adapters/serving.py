@@ -32,7 +32,7 @@ _NAME = re.compile(r"[\w.]+")
 
 @dataclasses.dataclass(frozen=True)
 class SessionLimits(Checked):
-    """Limits of a server of environments, and its key."""
+    """Limits of an environment server, and its bearer token."""
 
     token: str = ""
     """Bearer token of the server (empty: no token needed)."""
@@ -163,7 +163,8 @@ class EnvSessions:
 
 
 class BearerAuth:
-    """ASGI: lets requests with the right bearer token through; `/health` is open. Bodies have a limit."""
+    """ASGI middleware that rejects requests without the right bearer token, except to `/health`. With an empty token
+    every request passes."""
 
     def __init__(self, app: Any, token: str) -> None:
         self._app, self._token = app, token.encode()

@@ -1,4 +1,4 @@
-"""Single-player games of textarena, as they are there, one message at a time."""
+"""Single-player games of textarena with their original rules; the policy sends one message per turn."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GAMES = tuple(
 """Games for one player that need nothing from outside."""
 
 GAME = -1
-"""The number that the game speaks under."""
+"""The sender number of the game's own messages."""
 
 NEEDS: Mapping[str, str] = {
     **dict.fromkeys("Hangman WordLadder WordSearch Wordle SpellingBee".split(), "a word list that nltk downloads"),
     **dict.fromkeys("GuessWho TwentyQuestions".split(), "a language model behind an API key"),
     "Klondike": "Python 3.12",
 }
-"""Games for one player that are not offered, and what they need."""
+"""Single-player games that the adapter does not offer, and the missing requirement of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TextArena(EnvSpec):
     seed: int = 0
     """Seed of the tasks."""
     max_turns: Annotated[int, Range(low=1)] = 30
-    """The episode is cut after as many; games have limits of their own besides."""
+    """Turns after which the episode is cut; games also have their own limits."""
 
     def __post_init__(self) -> None:
         game = self.id.partition("-")[0]

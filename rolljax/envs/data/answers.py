@@ -87,7 +87,8 @@ def _line(text: str) -> str | None:
 
 
 def _between(text: str, before: str, behind: str) -> str | None:
-    """Return the text between the last `before` and the next `behind`; None if one of them is missing."""
+    """Return the text between the last `before` and the next `behind` (empty: the end of the line); None if one is
+    missing."""
     _, mark, rest = text.rpartition(before)
     if not mark:
         return None
@@ -120,7 +121,8 @@ def compare(reference: str, answer: str) -> bool | None:
 
 
 def to_verify(reference: str, answer: str) -> Sequence[tuple[str, str]]:
-    """Return what must be equal for the answer to be right, as pairs of reference and answer; no pair: it is wrong."""
+    """Return pairs of reference and answer that must all be equal for the answer to be right; no pair: the answer is
+    wrong."""
     reference, answer = _tidy(reference), _tidy(answer)
     if _is_words(_plain(reference)) or _CHOICE.fullmatch(_plain(reference)):
         return [(reference, answer)]
@@ -234,7 +236,7 @@ def is_number(text: str) -> bool:
 # ---- what an answer states ------------------------------------------------------------------------------------------
 
 MAX_SIDES, MAX_ITEMS = 6, 64
-"""Sides of an equation and values of a list that are looked at; an answer with more is wrong."""
+"""Maximum number of sides of an equation, and of values in a list; an answer with more is wrong."""
 _SIGNS = str.maketrans(
     dict.fromkeys("\u00a0\u2009\u202f\u2003", " ")
     | {"\u2212": "-", "\u2013": "-", "\u2044": "/", "\u00b2": "^2", "\u00b3": "^3", "\u221a": "\\sqrt "}
@@ -251,7 +253,7 @@ _TEXT_GROUP = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|textnormal) ?\{([
 _TEXT_VALUE = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|textnormal) ?\{[^{}0-9\\]{0,200}[0-9{\\]")
 _POWER = re.compile(r"^ ?\^ ?\{? ?-?[0-9] ?\}?")
 _BASE = re.compile(r"[0-9]\}? ?_")
-"""The base of a numeral, which is compared as it stands."""
+"""A subscript after a digit: the base of a numeral. Answers with a base are compared as texts."""
 _NO_SPACE = re.compile(r"(?<!\\)\\! ?")
 _SPACED_OUT = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))")
 _NEGATIVE = re.compile(r"\^ ?(-[0-9]{1,9})")
@@ -360,7 +362,7 @@ _WHOLE = re.compile(
     rf"(?P<top>{_DECIMAL})(?:e(?P<power>[-+]?[0-9]{{1,2}})|(?: ?/ ?(?P<bottom>{_DECIMAL}))?)"
     r"(?P<percent> ?%| ?(?:percent|percentage|pct)\b)?(?P<unit> [A-Za-z][A-Za-z/ ]*)?\.?"
 )
-"""A text that is one number: an assignment before it and a unit behind it are let pass."""
+"""A text that is one number; an assignment before the number and a unit after it are allowed."""
 _GROUPED = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _SPACED = re.compile(r"[-+]? ?[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
 """A number at the beginning of a text whose digits are in groups of three, with commas or with spaces between."""
@@ -375,7 +377,7 @@ _NO_UNITS = frozenset(
     "log million minus mod nan no not of oo or over pi plus power quarter quarters quintillion root sin sqrt squared "
     "cubed tan tau than third thirds thousand times to trillion x".split()
 )
-"""Words behind a number that change it."""
+"""Words after a number that are no unit, because they change its value."""
 _FRAC = re.compile(r"\\[dt]?frac ?(?:\{ ?(-?[0-9.,]{1,60}) ?\} ?\{ ?([0-9.,]{1,60}) ?\}|([0-9])([0-9]))")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,; ]|~)(?=[0-9]{3}(?![0-9]))")
 _SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")

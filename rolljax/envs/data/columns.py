@@ -1,4 +1,5 @@
-"""Find the column for each role: as the user says, or by usual names, the most specific ones first.
+"""Find the column for each role: the one that the user names, else the first of the role's usual names, most specific
+first.
 
 A name with dots reaches into objects (`reward_model.ground_truth`), also into those that are stored as JSON text.
 """
@@ -18,10 +19,10 @@ from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, DataError
 
 NUM_LOOKED_AT = 100
-"""Rows at the start that are looked at for columns."""
+"""Number of rows, from the first, whose columns are counted."""
 MAX_SHOWN = 30
 MAX_NAMES = 1000
-"""Names of a row that are looked at."""
+"""Maximum number of names that are read from one row."""
 _DEPTH = 3
 
 

@@ -54,7 +54,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(Exception):
-    """A row cannot be used; the message says why."""
+    """A row cannot be used; the message gives the reason."""
 
 
 class Rows(Protocol):
@@ -573,7 +573,7 @@ def _refused(constant: str) -> Any:
 
 
 class NotStrict(ValueError):
-    """Text that Python reads as JSON although it is none, or says two things."""
+    """Text that Python's parser accepts although it is not JSON (`NaN`), or is ambiguous (a repeated key)."""
 
 
 def _object(line: str | bytes) -> Row:

@@ -87,7 +87,7 @@ _lock = threading.Lock()
 
 
 class RowSource(Hashable, Protocol):
-    """Settings of an environment that say where its rows are: in files, or in memory."""
+    """The settings of an environment that name the source of its rows: files, or rows in memory."""
 
     @property
     def path(self) -> str: ...

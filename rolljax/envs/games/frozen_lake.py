@@ -40,8 +40,9 @@ class FrozenLake(EnvSpec):
     seed: int = 0
     """Seed of the tasks."""
     slippery: bool = False
-    """A move goes the way it says, or to one of its two sides, with a third each; then even the best player
-    (`reference_answer`: the move most likely to arrive in the turns left) may fail."""
+    """Whether the ice is slippery: a move goes in its direction or to one of the two sides, each with probability 1/3.
+    Then even the best player (`reference_answer`: the move with the highest chance to reach the goal in the turns left)
+    may fail."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -38,8 +38,9 @@ class Outcome:
 
 
 class Game(PureEnv, Generic[S]):
-    """An episode of a game. It is cut after `max_turns` answers; an illegal one costs a turn and is counted in the
-    metric `illegal_n`. A game says how it begins, what an answer does, and what a perfect and a random player say."""
+    """An episode of a game. It is cut after `max_turns` answers; an illegal answer costs a turn and is counted in the
+    metric `illegal_n`. Subclasses define the beginning, the effect of an answer, and the answers of a perfect and a
+    random player."""
 
     def __init__(self, spec: S) -> None:
         self._spec = spec

@@ -32,7 +32,7 @@ class GuessNumber(EnvSpec):
     boxed: bool = False
     r"""Read the number from `\boxed{}`."""
     shaped: bool = False
-    """An episode that is cut is worth 1 - |guess - secret| / (largest - 1) by its last guess."""
+    """Whether a legal last guess gets the reward 1 - |guess - secret| / (largest - 1) when the episode is cut."""
     format_reward: float = 0.0
     """Reward for an answer without a number."""
     format_ends: bool = False

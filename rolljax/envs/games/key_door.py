@@ -38,7 +38,7 @@ class KeyDoor(EnvSpec):
     room: Annotated[int, Range(low=2, high=12)] = 3
     """Cells of a room's side."""
     max_turns: int = 20
-    """Moves before the episode is cut; at least what the longest way takes."""
+    """Moves after which the episode is cut; at least the length of the longest possible path."""
     seed: int = 0
     """Seed of the tasks."""
 

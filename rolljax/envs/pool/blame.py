@@ -39,11 +39,11 @@ class Blame:
         self._suspects.update(tasks)
 
     def acquit(self, task: str) -> None:
-        """Record that an episode of `task` that had a worker to itself ended in order."""
+        """Record that an episode of `task` that ran alone in a worker ended without a crash."""
         self._suspects.discard(task)
 
     def is_suspect(self, task: str) -> bool:
-        """Return whether an episode of `task` must have a worker to itself."""
+        """Return whether an episode of `task` must run alone in a worker."""
         return task in self._suspects
 
     def set_aside(self, task: str) -> str:

@@ -324,7 +324,8 @@ class Dispatcher:
             self._lose(worker, f"no answer within {limit_s:g} s", "hang")
 
     def _lose(self, worker: PoolWorker, why: str, cause: Cause, output: str = "") -> None:
-        """Settle the calls of a worker that ended or must end, and have it replaced."""
+        """End a lost worker: fail its calls, queue the resets it is not to blame for again, and give up the pool if no
+        worker starts."""
         self._end(worker)
         worker.lost, worker.cause, worker_slot = why, cause, worker.worker_slot
         self.restarts += 1

@@ -27,8 +27,8 @@ from rolljax.concurrency.child import kill_group, unpickled
 from rolljax.envs.pool import wire
 
 ORDER = struct.Struct("!cI")
-"""An order of the pool: F (fork; the worker's socket comes along) or K (kill), and the generation of the worker, which
-no two workers share."""
+"""An order of the pool: `F` (fork; the message carries the worker's socket) or `K` (kill), and the worker's generation
+number, which is unique."""
 
 OUTPUT_BYTES = 65_536
 """Bytes that are kept of the output of each process."""
@@ -257,7 +257,8 @@ def _children() -> list[int]:
 
 
 def main() -> None:
-    """Serve the socket that the argument names until it is closed. What environments print is not for the pool."""
+    """Serve the pool on the socket whose descriptor is the first argument, until the pool closes it. Standard output
+    goes to standard error, so that the pool never reads what environments print."""
     news = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     server = ForkServer(socket.socket(fileno=int(sys.argv[1])), news)

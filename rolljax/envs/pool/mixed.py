@@ -1,4 +1,4 @@
-"""The host pool of a mixture: a pool for each domain, behind the surface of one."""
+"""The host pool of a mixture: one pool for each domain, used like a single pool."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rolljax.types import Task
 
 
 class MixedPool:
-    """A pool for the episodes of a mixture. Those of each domain run where its environment runs best, or where `cfg`
-    says; limits and the counting of faults are each domain's own.
+    """A pool for the episodes of a mixture. Episodes of a domain run in the place that its environment declares, or
+    that `cfg` sets; each domain has its own limits and fault counts.
 
     cfg, spec: as of `EnvPool`.
     """
@@ -51,7 +51,7 @@ class MixedPool:
 
     @property
     def opens_at_once(self) -> bool:
-        """Return whether opening an episode takes microseconds, whatever its domain is."""
+        """Return whether opening an episode takes microseconds in every domain."""
         return all(pool.opens_at_once for pool in self._pools.values())
 
     @property

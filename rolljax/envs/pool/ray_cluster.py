@@ -20,7 +20,7 @@ from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError, needed
 
 LEAST_CPUS = 0.1
-"""Actors that ask for less are counted as if they asked for this."""
+"""Lower bound for `PoolConfig.ray_cpus_per_worker` when the number of actors is computed."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,9 +16,9 @@ class PoolConfig:
     accepted."""
 
     where: Where = "auto"
-    """`auto`: as the environment says (`EnvSpec.runs`). `thread`: in this process, whatever it says; a hang then costs
-    a thread for good and a crash the run. `process`: in worker processes. `ray`: in Ray actors, on this and other
-    hosts."""
+    """Place where episodes run. `auto`: as the environment declares (`EnvSpec.runs`). `thread`: in this process; a hang
+    then costs a thread for good, and a crash ends the run. `process`: in worker processes. `ray`: in Ray actors, on
+    this and other hosts."""
     workers: Annotated[int, Range(low=0)] = 0
     """Threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two processes
     for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for."""
@@ -29,10 +29,10 @@ class PoolConfig:
     """Maximum number of open episodes per worker process or actor; further episodes wait until one is closed. Episodes
     share their worker's fate: a hang or crash of one costs the rest a restart."""
     max_crashes: Annotated[int, Range(low=0)] = 3
-    """A task whose episodes ended their worker this often is set aside: its further episodes fail at once, with a fault
-    of the environment. From its first crash on its episodes have a worker to themselves. 0: never."""
+    """Number of crashes of a task's worker after which the task is set aside: its further episodes fail at once, with a
+    fault of the environment. From its first crash on, its episodes run alone in a worker. 0: never set aside."""
     worker_lifetime: Annotated[int, Range(low=1)] = 1000
-    """A worker process or actor is replaced after this many episodes, and with it what they leaked."""
+    """Episodes after which a worker process or actor is replaced, which frees memory that they leaked."""
     start_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 120.0
     """Longest time in seconds that the start of a worker may take; time in a queue does not count."""
     reset_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 60.0
@@ -43,11 +43,12 @@ class PoolConfig:
     close_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 10.0
     """Longest time in seconds that one `close` call may take; time in a queue does not count."""
     episode_s: Annotated[float, Range(above=0, high=10000000.0, remedy="in seconds")] = 3600.0
-    """Longest an episode may stay open, from the begin of its reset to its close, the policy's time included."""
+    """Longest time in seconds that an episode may stay open, from the start of its reset to its close, the policy's
+    time included."""
     max_observation_bytes: Annotated[int, Range(low=256)] = 262_144
     """Maximum size in bytes (as UTF-8) of an observation after one step; the middle of a longer one is cut out."""
     memory_gib: float = 0.0
-    """Address space of a worker process, 0: no limit."""
+    """Limit on the address space of a worker process, in GiB; 0: no limit."""
     max_fault_frac: Annotated[float, Range(low=0, high=1)] = 0.5
     """Largest share of the last `fault_window` episodes that may be lost to the infrastructure; above it, no more
     episodes are opened. Episodes lost because of a neighbour in their worker do not count. 1: no limit."""

@@ -26,7 +26,7 @@ from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message
 
 Request = tuple[int, int, Verb, Any]
-"""Number of the request, number of the episode, what to do, its argument (a Task for reset, an Action for step)."""
+"""Number of the request, number of the episode, the verb, its argument (a Task for reset, an Action for step)."""
 
 HELLO = b'[0,"ready",null]'
 """The first line of a worker that can take requests."""

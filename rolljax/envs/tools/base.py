@@ -76,7 +76,8 @@ class ToolSpec:
 
     @property
     def text_parameter(self) -> str | None:
-        """The one argument that a bare text stands for: the only required one, or the only one, if it is a string."""
+        """The argument that receives a call's bare text: the only required argument, or the only one if none is
+        required; None if there is no such argument or it is not a string."""
         required = list(self.input_schema.get("required") or ())
         names = required if len(required) == 1 else list(self.parameters) if not required else []
         if len(names) == 1 and self.parameters.get(names[0], {}).get("type") == "string":
@@ -101,12 +102,12 @@ class ToolResult:
     text: str
     """Text of the result, at most `ToolLimits.kept_bytes` of it."""
     structured: Any = None
-    """The JSON value behind the text, if the tool gave one."""
+    """The result as a JSON value, if the tool returned one."""
     is_error: bool = False
     kind: Kind = "ok"
-    """`ok`, or what went wrong."""
+    """`ok`, or the kind of failure."""
     ms: float = 0.0
-    """Time it took."""
+    """Duration of the call in milliseconds."""
     bytes: int = 0
     """Size of the whole text."""
     truncated: bool = False
@@ -199,7 +200,7 @@ class Tools(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedTools(Tools):
-    """Several kinds of tools in one episode. No two may have the same name."""
+    """Several kinds of tools in one episode. No two tools may have the same name."""
 
     parts: tuple[Tools, ...]
     """The kinds of tools."""

@@ -89,7 +89,8 @@ class McpTools(Tools):
 
 
 class McpToolSet(ToolSet):
-    """An episode's use of a server. What the server keeps between calls is not known: it cannot be copied."""
+    """An episode's use of an MCP server. It counts as stateful, because the server's state is unknown and cannot be
+    copied."""
 
     stateful = True
 

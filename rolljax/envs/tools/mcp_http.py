@@ -1,4 +1,4 @@
-"""MCP over streamable HTTP, with a cap on what the server may send."""
+"""MCP over streamable HTTP, with a limit on the size of the server's messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
             await self.body.aclose()
 
     class Transport(httpx2.AsyncHTTPTransport):
-        """Caps what the SDK does not: it caps each event of a stream. Breaks off where a session is lost."""
+        """Limits the size of whole bodies, where the SDK limits only each event of a stream. Fails if the server lost
+        the session."""
 
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
             response = await super().handle_async_request(request)

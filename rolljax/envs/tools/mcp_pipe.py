@@ -1,4 +1,4 @@
-"""MCP over the standard streams of a process, with a cap on what the server may send.
+"""MCP over the standard streams of a process, with a limit on the size of the server's messages.
 
 The protocol writes one JSON-RPC message per line. A line over the cap is thrown away as it comes in, and the call that
 it answers fails with an error that says so; the connection and its other calls continue.
@@ -14,7 +14,7 @@ from typing import Any
 from rolljax.concurrency.child import LINE_ENDS, Child, ChildError
 
 REFUSED = -32050
-"""Code of the errors that stand for messages of the server that were not taken."""
+"""Code of the JSON-RPC error that replaces a rejected message of the server."""
 _ID = re.compile(rb'"id"\s*:\s*([0-9]{1,15})')
 
 

@@ -212,7 +212,7 @@ class Tags(_Body):
 
 
 class Compact(Parser):
-    """`calc(17*3)` or `search("Rome", nights=2)` on a line of its own; for models that are too small for JSON.
+    """`calc(17*3)` or `search("Rome", nights=2)` alone on a line; for models that are too small for JSON.
 
     A tool with one text argument takes the text between the parentheses unchanged. Unknown names are not calls.
     """

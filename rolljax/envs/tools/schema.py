@@ -99,7 +99,8 @@ def _documented(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def problem_of(schema: Mapping[str, Any], value: Any, name: str = "") -> str:
-    """Describe for the policy what is wrong with a value; empty if nothing is."""
+    """Return a message for the policy that describes the first violation of `schema` by `value`; empty if it is
+    valid."""
     called = f"argument {name!r}" if name else "the arguments"
     if "anyOf" in schema:
         problems = [problem_of(s, value, name) for s in schema["anyOf"]]

@@ -30,7 +30,7 @@ class Ask:
     labels: Mapping[str, str]
     """Labels by the value that judges write in the JSON object's field (see `judging.verdict.read_label`)."""
     known: str | None = None
-    """The verdict where no judge is needed; None: judges are asked."""
+    """The verdict, if it is known without a judge; None: judges are asked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ class JudgedBenchmark(Checked, abc.ABC):
         """
 
     def items(self) -> tuple[Item, ...]:
-        """Return the items of `read_items`. Raises `DataError` if two have the same id, and as `read_items` does."""
+        """Return the items of `read_items`. Raises `DataError` if two items have the same id; passes on the errors of
+        `read_items`."""
         items = tuple(self.read_items())
         for name, times in collections.Counter(item.id for item in items).items():
             if times > 1:
@@ -161,7 +162,7 @@ class JudgedEvaluation:
     benchmark: JudgedBenchmark
     """Benchmark that defines the items, the questions and the tables."""
     judges: tuple[ChatModelConfig, ...] = ()
-    """Chat models that are asked; several vote."""
+    """The chat models that judge; the majority of several decides."""
     votes: Annotated[int, Range(low=1)] = 1
     """Verdicts of each judge; more than one with a temperature only."""
     judge_temperature: Annotated[float, Range(low=0)] = 0.0

@@ -147,7 +147,7 @@ class GradeDifficulty(VerdictStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "{text}" not in self.prompt:
-            raise ConfigError("does not contain {text}", setting="Grade.prompt", value=self.prompt)
+            raise ConfigError("does not contain {text}", setting="GradeDifficulty.prompt", value=self.prompt)
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         def parse(text: str) -> int | None:

@@ -66,7 +66,8 @@ def signal_all(processes: set[int], number: int) -> None:
 
 
 def spawn(argv: list[str], fds: dict[int, int], cwd: str) -> int:
-    """Start a program in a process group of its own, with `fds`: descriptor inside -> descriptor here."""
+    """Start a program in its own process group; return its process id. fds: descriptor in the program -> descriptor
+    here."""
     pid = os.fork()
     if pid:
         return pid
@@ -86,7 +87,8 @@ def spawn(argv: list[str], fds: dict[int, int], cwd: str) -> int:
 
 
 def drain(fd: int, kept: HeadTail | Shell, most: int = 1) -> bool:
-    """Take in what a descriptor has ready, in `most` reads; False when it is closed."""
+    """Append the available bytes of a descriptor to `kept`, in at most `most` reads; return False when the descriptor
+    is closed."""
     for _ in range(most):
         try:
             part = os.read(fd, CHUNK)

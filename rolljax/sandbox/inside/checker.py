@@ -72,7 +72,8 @@ class Remote:
 
 
 class Candidate:
-    """The other sandbox. `lost` stays set when it exits, hangs up, or breaks the protocol, whatever tests catch.
+    """The candidate's program, which runs in another sandbox. `lost` is set when the candidate exits, closes its
+    channel or breaks the protocol, and stays set even if a test catches the exception.
 
     answers: number of answers that could be judged. expected: exceptions that a test expects. failures: of
     the running test.

@@ -71,15 +71,16 @@ class TooMuchToRead(Exception):
 
 
 class ProcFolder:
-    """A mounted /proc, held by a descriptor: of the host, or of a sandbox, where processes have the numbers that they
-    have inside and no others are to be seen.
+    """A mounted /proc, held by a descriptor: the host's, or a sandbox's, which shows only processes of the sandbox, by
+    their ids inside.
 
     Every method raises `TooMuchToRead` when no entries are left.
     """
 
     left = math.inf
-    """Entries that may still be read: lines of files and names in folders; an opened file counts as `OPEN_ENTRIES`.
-    What a sandbox makes the kernel write decides how long reading takes, so the reader limits this count."""
+    """Number of entries that may still be read: lines of files and names in folders; an opened file counts as
+    `OPEN_ENTRIES`. A sandbox decides how many entries the kernel lists, so the reader limits their number to bound the
+    time."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -238,7 +238,8 @@ class Supervisor:
         return in_child(lambda: namespaces.mount_tree(self.base, tree, 0))
 
     def try_ptys(self) -> bool:
-        """Return whether a child of an ordinary user may mount pseudo-terminals of its own."""
+        """Return whether a process of an ordinary user can mount a private devpts (pseudo-terminals) in a user
+        namespace."""
         os.makedirs(self.base, mode=0o711, exist_ok=True)
         return in_child(lambda: namespaces.mount_users_ptys(self.base))
 

@@ -118,8 +118,8 @@ class SandboxWatch:
             freezer.close()
 
     def add_ticks(self, seen: Look) -> None:
-        """Add processor time since the look before: that of processes, and that which parents report of children which
-        have ended, as far as it was not seen while those lived."""
+        """Add the processor time since the previous look: the time of living processes, plus the time that parents
+        report for ended children, minus the part already counted while those children lived."""
         old = self.before.processes
         own = sum(used.ticks - (old[pid].ticks if pid in old else 0) for pid, used in seen.processes.items())
         waited = sum(
