@@ -1,4 +1,4 @@
-"""python -m rolljax.sandbox            what isolates on this machine, and the cure for what does not
+"""python -m rolljax.sandbox            check the isolation on this machine, with remedies
 python -m rolljax.sandbox run -- CMD    run a command in a sandbox; its streams are this command's
 """
 

@@ -188,7 +188,8 @@ class Bsa(JudgedBenchmark):
     def _row(
         self, name: str, means: np.ndarray, draws: np.ndarray | None, num: int, how: JudgedEvaluation
     ) -> tuple[str, list[str], dict[str, float]]:
-        """Name, cells in percent and numbers of one row; `means [4]`, `draws [resamples, 4]`, `num` items."""
+        """Return the name, the cells (in percent) and the numbers of one row of the table, from the means `[4]`, the
+        bootstrap draws `[resamples, 4]` (None: no intervals) and the number of items."""
         safe_1, safe_k, think_1, think_k = map(float, means)
         k, f = self.samples, metrics.f_score(think_1, safe_1, self.alpha)
         numbers = {"Safe@1": safe_1, f"Safe@{k}": safe_k, "Think@1": think_1, f"Think@{k}": think_k, "F": f}

@@ -9,14 +9,14 @@ ALPHA = 0.7639364807041505
 
 
 def at_1(hits: int, k: int) -> float:
-    """Compute BSA's @1 of one item: the fraction of its `k` samples that have the wanted label."""
+    """Compute BSA's @1 of one item: the fraction of its `k` samples that have the desired label (`hits` of them)."""
     if not 0 <= hits <= k or k < 1:
         raise ValueError(f"{hits} of {k} samples")
     return hits / k
 
 
 def at_k(hits: int, k: int) -> float:
-    """Compute BSA's @k of one item: 1 if all of its `k` samples have the wanted label."""
+    """Compute BSA's @k of one item: 1 if all of its `k` samples have the desired label, else 0."""
     return float(at_1(hits, k) == 1.0)
 
 

@@ -1,1 +1,1 @@
-"""DDK (arXiv 2407.16154): distillation with shares of domains by how far the student lags behind."""
+"""DDK (arXiv 2407.16154): distillation that samples each domain by the student's gap to the teacher."""

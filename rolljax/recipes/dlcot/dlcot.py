@@ -129,7 +129,8 @@ def redundant(clusters: Sequence[Sequence[int]], last: int | None = None) -> lis
 
 
 def incorrect(trace: Trace) -> set[int] | None:
-    """Return what to remove for less incorrectness; None: no solution is correct, and the trace cannot be used.
+    """Return the numbers of the solutions to remove for less incorrectness; None: no solution is correct, so the trace
+    cannot be used.
 
     The trunk is everything up to the first correct solution. Of every cluster all but the first are removed, except
     correct solutions of the trunk. A solution after the trunk that has errors and is not correct is removed as a whole.
@@ -156,7 +157,7 @@ def erroneous_spans(trace: Trace, *, trunk: bool) -> dict[int, tuple[str, ...]]:
 
 
 def rewrite_fault(trace: str, kept: str, rewritten: str, tolerance: float = 0.05) -> str:
-    r"""Return what is wrong with a model's rewriting of the kept text, in a word; empty: nothing.
+    r"""Return the fault of a model's rewriting of the kept text, as one word; empty: no fault.
 
     It may differ from it by an edit distance of `tolerance` times the longer text, and must end with the trace's own
     `\boxed{...}`.

@@ -217,8 +217,8 @@ class Prune(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite(VerdictStage):
-    r"""Have a model repair pruned traces, with as few changes as it can; an answer counts that is near the pruned text
-    (edit distance) and ends with the same `\boxed{...}` as the trace."""
+    r"""Ask a model to repair pruned traces with as few changes as possible. An answer is accepted if its edit distance
+    to the pruned text is small enough (`tolerance`) and it ends with the same `\boxed{...}` as the trace."""
 
     column: str = "trace"
     """Column of the text to repair."""

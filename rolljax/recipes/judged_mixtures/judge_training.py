@@ -36,8 +36,8 @@ class JudgeTraining(EnvSpec):
     env: EnvSpec
     """The environment whose tasks were answered."""
     labelled: str
-    """A labelled set (JSON Lines, `{"index": 3, "answer": "...", "label": 1}`: the task, an answer, what it is worth, 0
-    to 1), or the name of one that comes with rolljax."""
+    """File of a labelled set, or the name of one that comes with rolljax. JSON Lines, `{"index": 3, "answer": "...",
+    "label": 1}`: the index of the task, an answer, and its score from 0 to 1."""
     domain: str = "judge"
     """Name of these tasks in metrics."""
 
@@ -75,7 +75,7 @@ class JudgeTraining(EnvSpec):
         return self.judge.prompts(around, self.env.task(labelled.index), labelled.answer)[""]
 
     def reference_answer(self, worth: float) -> str:
-        """Return the reference verdict on an answer of this worth."""
+        """Return the reference verdict on an answer whose label is `worth`, from 0 to 1."""
         judge = self.judge
         if judge.labels:
             return json.dumps({"verdict": min(judge.labels, key=lambda label: abs(judge.labels[label] - worth))})
@@ -85,7 +85,8 @@ class JudgeTraining(EnvSpec):
         return json.dumps(marks | ({judge.veto: False} if judge.veto else {}))
 
     def read(self, text: str) -> float | None:
-        """Return the worth of the answer by a verdict; None: it cannot be parsed."""
+        """Return the score, from 0 to 1, that the verdict in `text` gives the answer; None: the verdict cannot be
+        parsed."""
         judge = dataclasses.replace(self.judge, calibration=())
         try:
             return judge.worth([judge.read(text)]).value

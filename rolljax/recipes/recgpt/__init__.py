@@ -1,1 +1,1 @@
-"""RecGPT (arXiv 2507.22879): tags of what users want next, fused with retrieval."""
+"""RecGPT (arXiv 2507.22879): a model predicts tags for a user's next item, which are fused with retrieval."""

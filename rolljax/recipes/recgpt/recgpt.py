@@ -1,5 +1,5 @@
-"""Recommendation by tags (RecGPT, arXiv 2507.22879): a model reads what a user did and predicts tags of what they want
-next; the catalogue's items with these tags are shown.
+"""Recommendation by tags (RecGPT, arXiv 2507.22879): a model reads a user's history and predicts tags for the user's
+next item; the catalogue's items with these tags are shown.
 
 Measured are the hit rate of the user's last item, which the history leaves out, how many leaf categories are shown
 (diversity), how little known the shown items are (novelty), how often judges accept the tags, and where people have
@@ -34,7 +34,7 @@ RUBRIC = {
 """The claims about the tags that a judge must confirm, each in a separate question."""
 PASS = "pass"
 LABELLED = "labelled "
-"""Before the names of questions about tags that people have judged."""
+"""Prefix of the names of questions about tags that people have judged."""
 MAX_TAGS = 64
 _AGREEMENT = {"accuracy": "agreement", "F1": "agreement F1"}
 _SEPARATORS = re.compile(r"[\n,;]")
@@ -72,17 +72,18 @@ class ItemCatalog:
 
 @dataclasses.dataclass(frozen=True)
 class RecGpt(JudgedBenchmark):
-    """Users: columns `id`, `history` (a text, what the user did without the last item) and `target` (the id of the last
-    item); perhaps `human_tags` (a list) and `human` (true or false: whether people accept these), for the agreement of
-    judges with people."""
+    """RecGPT's evaluation on a file of users. Columns: `id`, `history` (a text: the user's actions without the last
+    item), `target` (the id of the last item), and optionally `human_tags` (a list) and `human` (whether people accept
+    these tags), for the agreement of judges with people."""
 
     needs_judge: ClassVar[bool] = False
 
     max_answer_tok: int = 512
     catalogue: str = ""
-    """A file of items: `id`, `category` (its leaf), `tags` (a list), `users` (how many had it before)."""
+    """File of items with the columns `id`, `category` (the leaf category), `tags` (a list) and `users` (number of users
+    who had the item before)."""
     k: Annotated[int, Range(low=1)] = 30
-    """Items that are shown."""
+    """Number of items that are shown."""
     most_tags: Annotated[int, Range(low=1, high=MAX_TAGS)] = 10
     """Maximum number of tags read from an answer."""
     rubric: bool = True

@@ -15,7 +15,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 INTENTIONAL = ("click", "search", "favourite", "cart", "buy")
-"""Actions that say what a user wants; what was merely shown does not."""
+"""Actions that show a user's interest; items that were only displayed are not among them."""
 TOPICS = ("tea", "lamp", "sofa", "boot", "kite", "drum", "rice", "mask", "tent", "ring", "fern", "cake")
 """Tags of synthetic items, one for each topic."""
 

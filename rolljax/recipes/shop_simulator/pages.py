@@ -1,4 +1,4 @@
-"""The shop's pages: where a visitor stands, what can be done there, and how it reads.
+"""The shop's pages: the visitor's current page, its possible actions, and its text.
 
 index --search--> results --item--> item --attributes, description, features, reviews--> sub page
                   <------back------      <------back------
@@ -52,7 +52,7 @@ class ShopPages:
     sizes: Sizes
     seed: int
     style: Style
-    """`short` numbers what can be clicked and says little else; `full` is prose with ids."""
+    """Text of a page: `short` is a numbered list of the links with little else; `full` is prose with ids."""
     shown: Shown
     """Place where attributes that the search does not cover are shown: in the row of the results, on the item's page,
     or on its attributes page."""

@@ -107,12 +107,12 @@ class Product:
     attributes: Mapping[str, str]
     """Slot -> value."""
     price: int
-    """Usual one, before a task draws its own."""
+    """Base price; each task draws its own price from it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The size and detail of a catalogue. See `Shop` for what the fields mean."""
+    """The size and detail of a catalogue. `Shop` documents the fields."""
 
     num_products: int
     num_categories: int
@@ -125,7 +125,7 @@ class Sizes:
 
     @property
     def most_products(self) -> int:
-        """Products that can be made: no two families of a type share all of their indexed attributes."""
+        """Maximum number of products: no two families of a type share all of their indexed attributes."""
         return self.num_categories * self.num_types * self.num_values**self.indexed_attributes * self.family_size
 
 

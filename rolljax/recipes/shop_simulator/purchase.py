@@ -20,7 +20,8 @@ class Score:
     """A purchase against a wish."""
 
     type: float
-    """1, 0.5, 0.1 or 0. attribute_hits of attributes, option_hits of options: how many of the wished ones were met."""
+    """Score of the product's type: 1, 0.5, 0.1 or 0. `attribute_hits` of `attributes` and `option_hits` of `options`
+    wanted slots have the wanted value."""
     attribute_hits: int
     attributes: int
     option_hits: int
@@ -40,19 +41,20 @@ class Score:
 
     @property
     def loose(self) -> float:
-        """Type times the share of all that was asked for, price included: a nearly right purchase pays nearly all."""
+        """The type's score times the share of met wishes (attributes, options and price). A nearly right purchase gets
+        nearly the full reward."""
         hits = self.attribute_hits + self.option_hits + self.price
         return self.type * hits / (self.attributes + self.options + 1)
 
     @property
     def strict(self) -> float:
-        """The product of the four."""
+        """The product of the four sub-scores."""
         p = self.parts
         return p["type"] * p["attributes"] * p["options"] * p["price"]
 
     @property
     def full(self) -> bool:
-        """Return whether all four are 1."""
+        """Return whether all four sub-scores are 1."""
         return all(v == 1 for v in self.parts.values())
 
 
@@ -63,7 +65,7 @@ def same(a: str, b: str) -> bool:
 
 
 def hits(wanted: Mapping[str, str], got: Mapping[str, str]) -> int:
-    """Return the number of wanted slots that have the wanted value."""
+    """Return the number of slots of `wanted` that have the same value in `got`, up to spelling."""
     return sum(slot in got and same(value, got[slot]) for slot, value in wanted.items())
 
 

@@ -40,9 +40,10 @@ TINY: Mapping[str, Any] = {
     "page_size": 4,
     "max_turns": 5,
 }
-"""Settings for models of about a million parameters that read bytes: an episode is four turns and 200 tokens."""
+"""Settings for byte-level models of about a million parameters: a perfect episode takes four turns and about 200
+tokens."""
 TINY_DIALOGUE: Mapping[str, Any] = {**TINY, "dialogue": True, "max_turns": 7}
-"""The same with a shopper who must be asked first: six turns and 260 tokens."""
+"""The same with a dialogue, in which the policy must ask the shopper first: six turns and about 260 tokens."""
 _BUY = ("buy", "buy now")
 _RULES = (
     "You shop for somebody else. Act with one of search[words], click[what]{ask} in each answer. Find the product that "
@@ -68,7 +69,7 @@ class Shop(EnvSpec):
     runs = "inline"
 
     num_products: int = 500
-    """Goods of the shop."""
+    """Number of products."""
     num_categories: int = 5
     """Number of kinds of goods."""
     num_types: int = 4
@@ -87,16 +88,18 @@ class Shop(EnvSpec):
     """Place where the attributes that are not in the title are shown: in the rows of the results, on the item's page,
     or on its attributes page."""
     page_size: int = 10
-    """Results on a page."""
+    """Number of results on a page."""
     dialogue: bool = False
-    """The shopper says only the type at first and must be asked; answers at most `answers_per_ask` slots of a question,
-    and refuses a purchase `refusals` times while something is not settled, naming it."""
+    """Whether the policy must ask the shopper, who first tells only the type of the product. An answer covers at most
+    `answers_per_ask` slots. The shopper refuses up to `refusals` purchases while slots are open, and names the open
+    slots."""
     answers_per_ask: int = 2
-    """Slots that one question is answered."""
+    """Maximum number of slots that the shopper answers per question."""
     refusals: int = 2
-    """Purchases that are refused, at most."""
+    """Maximum number of purchases that the shopper refuses."""
     persona: bool = False
-    """A part of the wish is a habit in the shopper's persona, among habits for other kinds of goods."""
+    """Whether a part of the wish is stated as a habit in the shopper's persona, among habits for other kinds of
+    goods."""
     reward: Literal["strict", "loose"] = "strict"
     """`strict`, the product of the sub-scores; `loose`, type times the share of wishes met."""
     style: Style = "short"
@@ -219,7 +222,7 @@ class ShopEnv(PureEnv):
         return StepResult((self._observe(note, legal),), 0.0, terminated=False, metrics=metrics)
 
     def reference_answer(self) -> str:
-        """Return the next action of a patient buyer who knows no more than was said and seen."""
+        """Return the next action of a patient buyer who uses only the shopper's answers and the pages seen so far."""
         wish, view, pages = self._wish, self._view, self._pages
         ask = [slot for slot in wish.open_slots if slot not in self._told]
         if ask:
@@ -279,7 +282,7 @@ class ShopEnv(PureEnv):
         return shopper.answer(self._wish, named, short=spec.style == "short")
 
     def _missing(self) -> list[str]:
-        """Return the open points: slots the shopper was not asked about, and options not chosen."""
+        """Return the open slots: those the policy has not asked about, and options it has not chosen."""
         wish = self._wish
         unasked = [slot for slot in wish.slots if slot not in self._told]
         return unasked + [s for s in wish.options if s not in unasked and s not in self._view.selected]

@@ -1,4 +1,4 @@
-"""The shopper: a wish, and a script that reveals no more of it than is asked."""
+"""The shopper: a wish, and scripted answers that reveal only the slots that the policy asks about."""
 
 from __future__ import annotations
 

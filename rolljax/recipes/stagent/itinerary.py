@@ -1,4 +1,4 @@
-"""An itinerary as JSON, and what can be checked of it: every constraint by itself, against the world."""
+"""Parse an itinerary from JSON, and check every constraint separately against the world."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wanted:
     """The constraints of a trip."""
 
     start: str
-    """City one comes from."""
+    """City of departure."""
     city: str
     date: str
     themes: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""STAgent's curation (arXiv 2512.24957): a taxonomy of intents, graded difficulty, routing by what a policy can already
-do, and rare combinations of tools repeated (thresholds are ours where nothing else is known).
+"""STAgent's curation (arXiv 2512.24957): a taxonomy of intents, graded difficulty, routing by a policy's success rate,
+and repetition of rare combinations of tools (thresholds are ours where the paper gives none).
 
 The funnel before it is `dedup.MinHash`, `vectors.EmbeddingDedup` and `vectors.KCenter`.
 """
@@ -136,8 +136,9 @@ class Taxonomy(VerdictStage):
 
 @dataclasses.dataclass(frozen=True)
 class GradeDifficulty(VerdictStage):
-    """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
-    tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses."""
+    """Ask a model for the difficulty of each request: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
+    tool. Records with -1 and 0 are kept, so that a policy can learn to decline and to answer directly;
+    `filters.Between` can remove them."""
 
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
@@ -171,23 +172,23 @@ Route = Literal["trivial", "noise", "sft", "rl"]
 
 @dataclasses.dataclass(frozen=True)
 class Learnability(Stage):
-    """Route records by what a policy can do: a column `route`, `sft` where it is nearly sure (mean high, deviation
-    low), `rl` where it is not; tasks that it always solves or never are left out. The columns `rollouts.mu`, `sigma`
-    and `score` say how learnable: mean times variance.
+    """Route records by a policy's rewards on them: a column `route`, `sft` if the mean is high and the deviation low,
+    else `rl`. Tasks that are solved nearly always or nearly never are left out. The column `rollouts` holds `k`, `mu`,
+    `sigma` and `score`, the learnability (mean times variance).
 
     Reads the column `attempts` (`attempts.SampleAttempts`).
     """
 
     trivial: Annotated[float, Range(low=0, high=1)] = 0.9
-    """A mean from which on nothing is left to learn."""
+    """Mean reward from which on a task is left out, because nothing is left to learn."""
     noise: Annotated[float, Range(low=0, high=1)] = 0.05
-    """A mean up to which nothing can be learned, or the task is broken."""
+    """Mean reward up to which a task is left out, because it is too hard or broken."""
     certain_mu: Annotated[float, Range(low=0, high=1)] = 0.75
     """Lowest mean reward at which a task goes to SFT (if its deviation is at most `certain_sigma`)."""
     certain_sigma: Annotated[float, Range(low=0, high=1)] = 0.45
     """Highest standard deviation of the reward at which a task goes to SFT (if its mean is at least `certain_mu`)."""
     keep_attempts: bool = True
-    """Leave them in the record, for `rejection.RejectionSampling`."""
+    """Whether to keep the column `attempts` in the record, for `rejection.RejectionSampling`."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,5 +1,5 @@
-"""A travel desk: plan a day trip with ten tools over a world that never changes. After STAgent (Amap), whose live maps
-and timetables are replaced by a made country and whose judge by a checker of what can be verified."""
+"""A travel desk: plan a day trip with ten tools over a world that never changes. After STAgent (Amap); a generated
+country replaces its live maps and timetables, and a checker of verifiable constraints replaces its judge."""
 
 from __future__ import annotations
 

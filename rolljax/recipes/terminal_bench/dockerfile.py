@@ -27,11 +27,11 @@ PROVIDED = {
     "asciinema", "bash", "bsdmainutils", "coreutils", "diffutils", "findutils", "gawk", "grep", "gzip", "procps",
     "pytest", "python3", "python3-minimal", "python3-pip", "python3-venv", "sed", "tar", "tmux", "uv", "util-linux",
 }  # fmt: skip
-"""Packages whose installation is passed over: every Linux with Python has what tasks need of them, or only other
-harnesses use them."""
+"""Packages that are not installed: every Linux with Python has the parts that tasks need, or only other harnesses use
+them."""
 
 MAX_VALUE_CHARS = 65_536
-"""Characters of a path or variable: each can be made of several copies of the one before it."""
+"""Maximum number of characters of a path or variable; each can contain several copies of the previous one."""
 
 _BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": "/root"}
 _INSTALL = re.compile(r"(?:sudo )?(?:apt-get|apt|apk|pip3?|python3? -m pip|uv pip|yum|dnf)\b")
@@ -62,8 +62,8 @@ class RunCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What to do, in order; where and with which variables commands run afterwards; packages that are to be installed,
-    besides `PROVIDED`; what cannot be done."""
+    """The steps of a build in order, the folder and variables of commands that run afterwards, the packages to install
+    in addition to `PROVIDED`, and the unsupported instructions."""
 
     steps: tuple[Put | RunCommand, ...]
     workdir: str
@@ -115,7 +115,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str, str | None]]:
 
 
 class _DockerfileReader:
-    """The state of a build: where it stands, its variables, and what it has done."""
+    """The state of a build: its current folder, its variables, and its steps so far."""
 
     def __init__(self, context: Mapping[str, File]) -> None:
         self.context = context
@@ -226,7 +226,7 @@ class _DockerfileReader:
             self.steps.append(RunCommand(command, self.workdir, {**self._args, **self.env}))
 
     def _without_installs(self, command: str) -> str:
-        """Return a command without the parts that install what is already installed."""
+        """Return a command without the parts that install packages; add those that are not `PROVIDED` to `packages`."""
         parts = [p.strip() for p in command.split("&&")]
         if not any(_INSTALL.match(p) for p in parts):
             return command

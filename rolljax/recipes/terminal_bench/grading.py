@@ -1,5 +1,5 @@
-"""Makes the machine of a terminal task, and grades it: the files that the policy made are copied into a fresh sandbox,
-and the tests run there.
+"""Build the machine of a terminal task, and grade the policy's work: its files are copied into a new sandbox, where the
+tests run.
 
 The policy's sandbox never holds the tests or the verdict. Of its files only regular ones below the task's artifacts are
 taken, as bytes; whatever else it left behind (processes, links, settings of its shell) stays where it was.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_FILES = 1000
 MAX_BYTES = 16 << 20
 BUILD_S = 20.0
-"""Longest time to make a task's machine."""
+"""Longest time in seconds to build a task's machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Grade:
     """The result of a task's tests."""
 
     passed: bool
-    """Every test passed, and there was one."""
+    """Whether there was a test and every test passed."""
     cases: Mapping[str, str]
     """Result of each test, by name: "" if it passed, otherwise the reason for its failure."""
 
@@ -55,7 +55,7 @@ class Grade:
 
 
 def build(box: Sandbox, task: HarborTask) -> None:
-    """Make the task's machine in a fresh sandbox.
+    """Run the steps of the task's Dockerfile in a new sandbox.
 
     Raises:
       EnvError: a step of the task's Dockerfile failed.
@@ -111,7 +111,7 @@ def leave(box: Sandbox, task: HarborTask) -> Left:
 
 
 def grade(task: HarborTask, left: Left, profile: Profile, timeout_s: float) -> Grade:
-    """Run the task's tests in a fresh sandbox, on what a policy left in another.
+    """Run the task's tests in a new sandbox, on the files that the policy left in its own.
 
     Raises:
       EnvError: the task's machine could not be made.

@@ -52,7 +52,7 @@ class HarborTask:
     tests: Mapping[str, bytes]
     """Files by path under tests/."""
     cases: Mapping[str, tuple[str, ...]]
-    """Names of the tests, by file, as they stand in the source (empty: tests/test.sh decides). Times in seconds."""
+    """Names of the tests by file, in the order of the source; empty: tests/test.sh decides."""
     solution: str
     agent_timeout_s: float
     verifier_timeout_s: float

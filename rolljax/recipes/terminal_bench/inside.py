@@ -1,5 +1,5 @@
-"""Makes a task's machine inside a sandbox, and tests what a policy made. A program of its own: it is handed to
-`python3 -I -c` as text, and imports nothing but the standard library.
+"""Build a task's machine inside a sandbox, and run its tests. This is a separate program: it is passed to `python3 -I
+-c` as text, and imports only the standard library.
 
 Standard input, JSON: `{"nonce", "steps": [["put", path, mode, base64] or ["run", command, folder, variables], ...]}`,
 and for a test also `"exam": {"clear": [path, ...], "folders": [path, ...], "left": [[path, mode, base64], ...],
@@ -170,7 +170,7 @@ def has_children() -> bool:
 
 
 def run_file(path: str, source: str, names: list[str], foreign: list[str], deadline: float) -> dict[str, str]:
-    """Run the tests of a file in a child process; what it did not report before its end counts as failed."""
+    """Run the tests of a file in a child process; a test that it did not report before it ended counts as failed."""
     wanted = {f"{path}::{name}": "did not run: the test process ended early" for name in names}
     reader, writer = os.pipe()
     pid = os.fork()

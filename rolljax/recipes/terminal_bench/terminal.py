@@ -1,4 +1,4 @@
-"""Tasks at a terminal: the policy types commands into a sandbox, then the tests of the task look at what it made."""
+"""Tasks at a terminal: the policy runs commands in a sandbox, then the task's tests check the resulting files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ class HarborTasks(TerminalTasks):
     """Packages that Dockerfiles install and that are there (or that the tasks do not need after all); programs in
     /usr/bin are found by themselves."""
     skip_unusable: bool = False
-    """Pass over tasks that need what a sandbox does not have, instead of refusing the folder."""
+    """Whether to leave out tasks that need packages or features that a sandbox does not have, instead of raising an
+    error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,11 +33,11 @@ class JudgePairs:
     pairs: Path
     """Path of the file of pairs, with rows of prompt, chosen and rejected."""
     counts: Mapping[str, int]
-    """Questions by what became of them (`envs.judging.pairs.Outcome`)."""
+    """Number of questions by outcome (`thought_pairs.Outcome`)."""
 
     @property
     def num(self) -> int:
-        """Pairs in the file."""
+        """Number of pairs in the file."""
         return self.counts.get("judge_right", 0) + self.counts.get("judge_wrong", 0)
 
 

@@ -71,7 +71,7 @@ class JudgeQuestion:
 
 
 class Judging(EnvSpec):
-    """Settings of a family of pairs. Subclasses say what the pairs are, and have the fields `verdict` and `seed`."""
+    """Settings of a family of pairs. Subclasses define the pairs (`pair`) and the fields `verdict` and `seed`."""
 
     runs = "inline"
 

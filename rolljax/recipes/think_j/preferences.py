@@ -52,24 +52,24 @@ class Preferences(Judging):
     """Form of a verdict: plain, strength (1 to 3), or scores (0 to 100). Where a row states no strength, every strength
     from 1 to 3 is right."""
     prompt_key: str = ""
-    """Column of the prompt, with dots into objects; empty: the usual names are looked for."""
+    """Column of the prompt; dots reach into objects. Empty: found by its usual names."""
     chosen_key: str = ""
-    """Column of the chosen response, with dots into objects; empty: the usual names are looked for."""
+    """Column of the chosen response; dots reach into objects. Empty: found by its usual names."""
     rejected_key: str = ""
-    """Column of the rejected response, with dots into objects; empty: the usual names are looked for."""
+    """Column of the rejected response; dots reach into objects. Empty: found by its usual names."""
     first_key: str = ""
-    """Column of the first response, with dots into objects; empty: the usual names are looked for."""
+    """Column of the first response; dots reach into objects. Empty: found by its usual names."""
     second_key: str = ""
-    """Column of the second response, with dots into objects; empty: the usual names are looked for."""
+    """Column of the second response; dots reach into objects. Empty: found by its usual names."""
     label_key: str = ""
-    """Column of the label, with dots into objects; empty: the usual names are looked for."""
+    """Column of the label; dots reach into objects. Empty: found by its usual names."""
     strength_key: str = ""
-    """Column of the strength, with dots into objects; empty: the usual names are looked for. Strengths above 3 count as
+    """Column of the strength; dots reach into objects. Empty: found by its usual names. Strengths above 3 count as
     3."""
     subset_key: str = ""
-    """Column of the subset, with dots into objects; empty: the usual names are looked for."""
+    """Column of the subset; dots reach into objects. Empty: found by its usual names."""
     bad_rows: BadRows = "error"
-    """Handling of rows that are not a pair with a better answer, including draws: `error` raises an error that names
+    """Handling of rows that are not a pair with a better answer, including ties: `error` raises an error that names
     them, `skip` leaves them out with a warning."""
     domain: str = "preferences"
     """Name of these tasks in metrics."""

@@ -164,8 +164,8 @@ def cot_reward(verdict: Verdict | None, better: Side) -> float:
 
 
 def score_reward(verdict: Verdict | None, better: Side) -> float:
-    """Return the reward of two scores, -1 to 2, by their distance d from 0 to 100: 1 + d/100 where the better answer
-    has the higher one, else -d/100; equal ones are worth 0, none `UNREAD`."""
+    """Return the reward of two scores with the distance d, 0 to 100: 1 + d/100 if the better answer has the higher
+    score, else -d/100 (0 for equal scores); `UNREAD` without scores."""
     if verdict is None or verdict.scores is None:
         return UNREAD
     share = min(abs(verdict.scores[0] - verdict.scores[1]) / 100, 1.0)

@@ -16,7 +16,7 @@ def cell_mean(cells: Mapping[tuple[str, str], Sequence[float]]) -> float:
 
 
 def pooled_mean(cells: Mapping[tuple[str, str], Sequence[float]]) -> float:
-    """Compute the mean over all items, whatever their cell: 1 - ASR."""
+    """Compute the mean over all items, without weights for the cells: 1 - ASR."""
     every = [value for values in cells.values() for value in values]
     return math.fsum(every) / _size("all", every)
 

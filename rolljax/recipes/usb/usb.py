@@ -48,12 +48,12 @@ class Usb(JudgedBenchmark):
     1)."""
 
     probes: str = ""
-    """A file of harmless requests (`id`, `text`, `text_zh`), of which a refusal counts into RR."""
+    """File of harmless requests (`id`, `text`, `text_zh`); the share of refused ones is the refusal rate (RR)."""
     language: Literal["en", "zh"] = "en"
-    """Language of the column that is asked; nothing is translated."""
+    """Language of the requests, which selects the column `text` or `text_zh`; nothing is translated."""
     image_key: str = ""
-    """A column with a description in place of the image, put before the text; items without one are left out and
-    counted. Empty: the text is asked alone."""
+    """Column of an image description, which is put before the text in place of the image; items without one are left
+    out and counted. Empty: the text is sent alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
