@@ -1,8 +1,8 @@
 """Chat with a model in a terminal: `python -m rolljax.chat RUN | HF_DIR [--env ENV] [--probs N]`.
 
-A line is a message; the answer appears while it is sampled, and Ctrl-C ends it. The conversation is one token stream,
-as in training: what was sampled is never tokenised again. With `--env` the tools of an environment answer the model's
-calls.
+Each line you type is a message. The answer is shown while it is sampled; Ctrl-C ends the answer. The conversation is
+one token stream, as in training: sampled tokens are never tokenised again. With `--env` the tools of an environment
+answer the model's calls.
 
 Commands: `/probs [N]` probabilities of each token of the next answers, with N alternatives (0: none) · `/temp X` ·
 `/task [N]` asks task N of the environment · `/new` starts over · `/help` · Ctrl-D ends.

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 
 COMPILED_GIB = 4
-"""Most that the cache of compiled programs takes; those used longest ago go first."""
+"""Largest size of the cache of compiled programs; the least recently used programs are evicted first."""
 
 
 def quiet() -> None:
-    """Keep libraries from printing what no user can act on, and JAX from waiting for a TPU that is not there.
+    """Silence library messages that a user cannot act on, and keep JAX from waiting for a TPU that the machine lacks.
 
-    With `jax[tpu]` installed on a machine without a TPU, JAX spends seconds looking for one and says so at length; if
-    no TPU device node exists and the user chose no platform, CPU is chosen here.
+    With `jax[tpu]` installed on a machine without a TPU, JAX spends seconds looking for one and then logs a long
+    message. If the machine has no device node of a TPU or GPU and the user chose no platform, this function chooses
+    CPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

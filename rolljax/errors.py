@@ -1,7 +1,7 @@
 """Errors with an owner, and the exit code each owner ends a process with.
 
-Every error rolljax raises on purpose is a `RolljaxError`. Its class says which room it belongs to, its text says
-what happened, the value, where it came from, and what to do about it. Leaves also inherit the standard class a
+Every error rolljax raises on purpose is a `RolljaxError`. Its class names the room that owns it. Its text states what
+is wrong, the value that caused it, where the value came from, and the remedy. Leaves also inherit the standard class a
 caller would expect (`ValueError`, `RuntimeError`), so plain `except ValueError` keeps working.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class RolljaxError(Exception):
-    """Base of all deliberate errors. `owner` is the room, `exit_code` what a command ends with."""
+    """Base of all deliberate errors. `owner` is the room, `exit_code` that of a command which the error ends."""
 
     owner = "rolljax"
     exit_code = 1
@@ -32,13 +32,13 @@ class RolljaxError(Exception):
 
 
 class ConfigError(RolljaxError, ValueError):
-    """A setting that cannot be used.
+    """A setting has a value that cannot be used.
 
     Args:
       message: what is wrong, one sentence.
-      setting: `Class.field` (or a file, flag or binding as the user typed it) the sentence is about.
-      value: the offending value, shown with `repr`; leave it out where there is none.
-      remedy: what to do: the nearest valid name, the allowed range, the setting to change.
+      setting: the setting that is wrong: `Class.field`, or a file, flag or binding as the user typed it.
+      value: the offending value, shown with `repr`; omit it if there is none.
+      remedy: how to fix it: the nearest valid name, the allowed range, the setting to change.
       where: `file:line`, or the flag the value came from. `config.load` fills it in from `setting`.
     """
 
@@ -139,14 +139,16 @@ class Checked:
 
 @contextlib.contextmanager
 def needed(module: str, setting: str, *, install: str = "", otherwise: str = "") -> Iterator[None]:
-    """Wrap the import of a package that some machines lack, in the function or module that cannot do without it.
+    """Wrap the import of an optional package in the function or module that needs it.
 
     Args:
-      module: the package's name in Python. setting: what needs it: `Class.field`, or a few words.
-      install: what pip calls it, an extra of rolljax for example; empty: `module`. otherwise: another way.
+      module: the package's name in Python. setting: the part of rolljax that needs the package: `Class.field`, or a few
+        words. install: the requirement for pip, for example an extra of rolljax; empty: `module`. otherwise: an
+        alternative to installing it, for the remedy.
 
     Raises:
-      ConfigError: the package is missing; it says how to install it. ModuleNotFoundError: another package is missing.
+      ConfigError: the package is missing; the error's remedy is the command that installs it. ModuleNotFoundError:
+        another package is missing.
     """
     try:
         yield
@@ -158,16 +160,16 @@ def needed(module: str, setting: str, *, install: str = "", otherwise: str = "")
 
 
 class DataError(RolljaxError, ValueError):
-    """Tasks that cannot be made, read or split."""
+    """Tasks cannot be made, read or split."""
 
     owner = "data"
     exit_code = 3
 
 
 class EnvError(RolljaxError, RuntimeError):
-    """An environment that failed, or ran past its deadline.
+    """An environment failed or ran past its deadline.
 
-    stage: what it was doing (reset, step, reference_answer, close, ...).
+    stage: the call that failed (reset, step, reference_answer, close, ...).
     """
 
     owner = "env"
@@ -198,35 +200,36 @@ class SamplerError(RolljaxError, RuntimeError):
 
 
 class TrainerError(RolljaxError, RuntimeError):
-    """An update that must not be published or saved (a loss or gradient that is not finite)."""
+    """An update must not be published or saved (a loss or gradient is not finite)."""
 
     owner = "trainer"
     exit_code = 5
 
 
 class CheckpointError(RolljaxError, RuntimeError):
-    """A checkpoint or model folder that is missing, incomplete or of another shape."""
+    """A checkpoint or model folder is missing, incomplete or of another shape."""
 
     owner = "checkpoint"
     exit_code = 6
 
 
 class OutOfMemory(RolljaxError, RuntimeError):
-    """Memory of a device, or of the host, ran out during a run. What was committed in its folder stays."""
+    """A device or the host ran out of memory during a run. Files already committed to the run folder remain."""
 
     owner = "memory"
     exit_code = 8
 
 
 class StorageError(RolljaxError, RuntimeError):
-    """The run folder cannot be written: full, read-only, not allowed. What was committed there stays."""
+    """The run folder cannot be written: the disk is full, the folder is read-only, or access is denied. Files already
+    committed to it remain."""
 
     owner = "storage"
     exit_code = 74
 
 
 class HangError(RolljaxError, TimeoutError):
-    """A named wait that ran past its deadline."""
+    """A named wait ran past its deadline."""
 
     owner = "hang"
     exit_code = 7

@@ -384,7 +384,7 @@ def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes:
 
 
 def open_endpoint(endpoint: EndpointConfig | str, key: str) -> EvaluatedModel:
-    """Return the model behind a server."""
+    """Return the model at an endpoint, for an evaluation. endpoint: a URL, or the full settings. key: the API key."""
     from rolljax.chat_models.client import EndpointConfig
     from rolljax.evaluation.endpoint import EndpointModel
 

@@ -42,13 +42,13 @@ def parse(data: bytes) -> Any:
 
 
 class Fields:
-    """The fields of a JSON object, each taken as the type that it must have.
+    """Typed access to the fields of a JSON object.
 
     Every method takes the field's name and raises `Damaged` if the field is missing or has another type. With a
     `default` a field may be missing, or null where the default is None.
 
     Args:
-      place: where the object stands, for messages.
+      place: the object's place in its file, for messages.
     """
 
     def __init__(self, value: Any, place: str = "") -> None:

@@ -255,7 +255,7 @@ def metric(name: str) -> Metric | None:
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:
-    """Reduce the parts of a metric to one number, as its row in `NAMES` says.
+    """Reduce the parts of a metric to one number, by the reduction in its row of `NAMES`.
 
     Raises:
       KeyError: the metric has no row.
@@ -286,7 +286,8 @@ class MetricsReport:
         self._parts: dict[str, list[float]] = {}
 
     def add(self, name: str, *parts: float) -> None:
-        """Add parts of a metric; they are averaged, added up, or the largest, first or last counts, as `NAMES` says."""
+        """Add parts of a metric. `row` reduces them by the metric's reduction in `NAMES`: mean, sum, max, first or
+        last."""
         self._parts.setdefault(name, []).extend(parts)
 
     def add_row(self, row: Mapping[str, float]) -> None:

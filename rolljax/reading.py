@@ -1,5 +1,5 @@
 """Read files that anybody may have changed. Only regular files are opened, so that no read waits for the other end of a
-pipe, and whatever is wrong with JSON is one error with the path and the reason."""
+pipe. Invalid JSON of any kind raises one error, with the path and the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_file(path: str | Path, flags: int = os.O_RDONLY) -> BinaryIO:
       flags: `os.O_RDONLY`, or `APPEND`, which takes a device too.
 
     Raises:
-      OSError: the file is missing, may not be read, or is not a regular file; `strerror` says which.
+      OSError: the file is missing, may not be read, or is not a regular file; `strerror` names the reason.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     with contextlib.ExitStack() as unless_opened:
@@ -105,7 +105,7 @@ def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Args:
-      remedy: what a user can do about a file that is missing or damaged; the end of the error's text.
+      remedy: the action for a user whose file is missing or damaged; the error's text ends with it.
 
     Raises:
       CheckpointError: the file is missing, is not a regular file, or holds no JSON object.

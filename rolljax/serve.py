@@ -1,7 +1,8 @@
 """Serve a model over HTTP: `python -m rolljax.serve --run RUN | --model HF_DIR --port P`, OpenAI's API on 127.0.0.1.
 
-Compiles what requests can need, then prints the address; `/ready` says so too. SIGTERM or Ctrl-C lets open requests
-finish (`--drain_s`) and ends with code 0; a second one ends at once. docs/export_and_serve.md lists the requests.
+Compiles the programs that requests can need, then prints the address; from then on `/ready` answers 200. SIGTERM or
+Ctrl-C lets open requests finish (`--drain_s`) and ends with code 0; a second one ends at once. docs/export_and_serve.md
+lists the requests.
 """
 
 from __future__ import annotations
@@ -213,11 +214,12 @@ def load(
     """Load the engine, its weights and their policy version, and the model against which requests are checked.
 
     Args:
-      run, model: one of them: a run folder, or a Hugging Face folder. step: of the run; None: the newest.
+      run, model: a run folder, or a Hugging Face folder; give exactly one. step: the checkpoint of the run; None: the
+        newest.
       chat_template: of a folder: the path of a file, or `plain`. name: of the model in requests; None: the folder's.
       tensor: devices a layer is split over. dtype: None: the run's; of a folder float32 on CPU, else bfloat16.
-      recipe: of the run; None: what its folder says of the policy. sizes: `SIZES` of the sampler; None: the run's, or
-        the defaults.
+      recipe: of the run; None: the settings of the policy that the run folder records. sizes: `SIZES` of the sampler;
+        None: the run's, or the defaults.
 
     Raises:
       ConfigError: arguments that cannot be used together. CheckpointError: weights that cannot be read.

@@ -35,7 +35,7 @@ WIDTH, SPARK = 120, 40
 """Width of the page without a terminal, and of a curve."""
 TASK_CHARS = 60
 LIMIT = 3
-"""Trajectories that are shown unless `--limit` says otherwise."""
+"""Default of `--limit`: the number of trajectories to show."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Simulate a run: `python -m rolljax.simulate --gin FILE [--timings FILE | --run RUN] [--sweep async_ratio=0,.5,1,2]`.
 
 The loop, the group buffer and the rollouts are those of a run; the engine, the environments and the trainer only take
-time, on a virtual clock. docs/scaling.md says what comes out, and how timings are written.
+time, on a virtual clock. docs/scaling.md explains the output and the format of timings.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def simulate(recipe: Recipe, timings: Timings, steps: int | None = None) -> tupl
     """Play the phases of a recipe that sample, at most `steps` of each, on a virtual clock.
 
     Returns:
-      What was played, and what a run would have written of it.
+      The simulated runtime, with its clock and sampler, and a recorder with all that a run would have written.
 
     Raises:
-      ConfigError: no phase samples. HangError: the loop waits for what will never come.
+      ConfigError: no phase samples. HangError: the loop waits for an event that can never happen.
     """
     from rolljax import loop
     from rolljax.simulation import clock

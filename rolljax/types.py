@@ -5,8 +5,8 @@
          +------------------------------ weights (version) -----------------------------+
 
 `TokenBatch` and `TrainState` live on devices; they are in `rolljax.trainer.batch` and `rolljax.trainer.state`.
-Everything here is a frozen dataclass that is written to disk as it is (`to_json`), under `SCHEMA_VERSION`.
-Log-probs are natural logs in float32; their names say which side computed them.
+Everything here is a frozen dataclass. `to_json` gives its form on disk, under `SCHEMA_VERSION`. Log-probs are natural
+logs in float32; their names tell whether the sampler or the trainer computed them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fault:
     """The reason why an episode is not "ok"."""
 
     kind: FaultKind
-    """Infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
+    """Infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (the policy's actions),
     limit (tokens, turns, wall clock). After the first two the episode is "failed" and takes no part in credit. So is an
     episode that ran out of time, because its policy and its environment share the time. After any other fault it is
     "truncated" and does take part."""
@@ -79,7 +79,7 @@ class Key:
     stream: int
     """0: training rollouts of the first phase, 1: of the second, ...; evaluations use `EVAL_STREAM`."""
     prompt_index: int
-    """The place of its task in the task stream, whatever step trains it."""
+    """Position of the trajectory's task in the task stream, independent of the step that trains it."""
     sibling: int
 
 

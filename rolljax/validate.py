@@ -1,11 +1,11 @@
 """Check an environment before training on it: `python -m rolljax.validate ENV [--tasks N] [--seconds S]`.
 
-Runs the checks that rolljax's own environments pass (`rolljax.envs.checks`), tries a hundred answers that take no
-thought (`rolljax.envs.constants`), then plays it with a random player and with one that says nothing: what they solve,
-a policy solves without learning anything. Exit code 0, or 3 if a check fails.
+Runs the checks that rolljax's own environments pass (`rolljax.envs.checks`), tries a hundred constant answers
+(`rolljax.envs.constants`), then plays it with a random player and with one that gives empty answers. A policy can solve
+the tasks that these players solve without learning anything. Exit code 0, or 3 if a check fails.
 
-An environment whose steps take long (a program graded in a sandbox) is checked on fewer tasks than were asked for: the
-time is shared among the checks, and each says how many tasks it had time for.
+An environment with slow steps (a program graded in a sandbox) is checked on fewer tasks than requested: the checks
+share the time, and each reports how many tasks it had time for.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CONSTANT_TASKS = 30
 
 T = TypeVar("T")
 CheckRow = tuple[str, str, str]
-"""The name of a check; ok, fail, warn or empty; what the check found."""
+"""The name of a check, its verdict (ok, fail, warn or empty), and its finding as text."""
 
 
 class Budget:
-    """Time for all checks, of which each gets an equal share of what those before it left.
+    """The time for all checks. Each check gets an equal share of the time that remains when it starts.
 
-    num_cut: checks that had no time for all tasks.
+    num_cut: number of checks that did not have time for all tasks.
     """
 
     def __init__(self, seconds: float, num_checks: int) -> None:
@@ -150,7 +150,7 @@ def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
 
 
 def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
-    """Run every check, whatever the results of the others."""
+    """Run every check, even after others have failed; yield its row, or its rows."""
     from rolljax.envs.checks import CHECKS, NEED_GOLD
 
     lacks = without_reference(spec)

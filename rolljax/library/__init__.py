@@ -1,1 +1,2 @@
-"""rolljax from Python: the verbs as functions, what they return, and their progress in a notebook (docs/library.md)."""
+"""rolljax from Python: the verbs as functions, their result objects, and their progress in a notebook
+(docs/library.md)."""

@@ -50,7 +50,7 @@ class LoadedModel:
     holds device memory and a thread.
 
     Args:
-      engine, params, version, served: what `rolljax.serve` would serve.
+      engine, params, version, served: the result of `rolljax.serve.load`.
     """
 
     def __init__(self, engine: Engine, params: Params, version: int, served: ServedModel) -> None:
@@ -91,7 +91,7 @@ class LoadedModel:
         Prompts of one call are sampled together, so batch them for speed. Duplicate prompts are sampled independently.
 
         Args:
-          prompts: one or several. A text is what the user says, put through the chat template, if there is one.
+          prompts: one or several. A text is rendered as a user message by the chat template, if there is one.
           max_tokens: of an answer. temperature: 0 is greedy. top_p, top_k, stop: see `SamplingParams`.
           seed: equal seeds give equal answers; None: new ones with each call.
           raw: texts are continued as they are, without the chat template.

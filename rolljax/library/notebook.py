@@ -51,7 +51,7 @@ class RefreshedConsole(Console):
 
 
 class SilentConsole(RefreshedConsole):
-    """Says nothing."""
+    """Console that shows nothing."""
 
     def say(self, text: str) -> None:
         pass
@@ -70,8 +70,8 @@ class SilentConsole(RefreshedConsole):
 
 
 class NotebookConsole(RefreshedConsole):
-    """Phase, bar, curve of the reward, numbers of the newest step, and the last lines that were said. The threads of a
-    run change what it holds; `refresh` draws, in the thread of the cell."""
+    """Shows the phase, a progress bar, the reward curve, the metrics of the newest step, and the last lines. The
+    threads of a run update its contents; `refresh` draws them, in the thread of the cell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class NotebookConsole(RefreshedConsole):
 
 def curve_svg(rewards: Sequence[tuple[float, float]], heldout: Sequence[tuple[float, float]]) -> str:
     """Draw rewards over steps as a line and held-out ones as dots, both (step, reward); empty with fewer than two
-    steps. It takes the colour of the text around it, light or dark."""
+    steps. The curve has the colour of the surrounding text, so that it suits light and dark pages."""
     if len(rewards) < 2:
         return ""
     every = [*rewards, *heldout]

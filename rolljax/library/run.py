@@ -24,14 +24,14 @@ SHOWN_CHARS = 400
 
 
 class Run:
-    """A run, from its folder: one that `rolljax.train` returned, or an earlier one.
+    """A run, read from its folder: the result of `rolljax.train`, or an earlier run.
 
     Args:
-      path: the run folder. config: what it was trained by, where that is in memory (default: read from the folder, when
-        it is asked for).
+      path: the run folder. config: the run's settings, if they are in memory (default: read from the folder when first
+        used).
 
     Raises:
-      CheckpointError: it is no run folder.
+      CheckpointError: `path` is not a run folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Loaded[Recipe] | None = None) -> None:
@@ -52,7 +52,7 @@ class Run:
         """The settings: `.value` is the `Recipe`, `.resolved` every setting by its path.
 
         Raises:
-          ConfigError: they name what this process does not have, such as a class of another notebook.
+          ConfigError: the settings name an object that this process lacks, such as a class of another notebook.
         """
         if self._config is None:
             self._config = self.config_with({})
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def heldout_reward(self) -> list[dict[str, Any]]:
-        """Mean reward on held-out tasks at the start and behind every phase: `phase`, `step`, `mean`, `n`."""
+        """Mean reward on held-out tasks at the start and after every phase: `phase`, `step`, `mean`, `n`."""
         return list(self.summary.get("heldout_reward", []))
 
     @property

@@ -1,7 +1,7 @@
 """The verbs as functions: `rolljax.train`, `rolljax.evaluate`, `rolljax.export`, `rolljax.load`.
 
-They do what the commands do. What goes wrong is an exception (`rolljax.errors`), not an exit. They work in any thread
-and inside of a running event loop, which waits meanwhile: in asynchronous code call them by `asyncio.to_thread`.
+They do the work of the commands, but raise exceptions (`rolljax.errors`) instead of exiting. They can be called from
+any thread. In a running event loop they block the loop; asynchronous code should call them with `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ def load(
 
 
 def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
-    """Return a recipe, in whatever form it is given, with settings over it. Raise `ConfigError`."""
+    """Load a recipe given as an object, a gin file or several gin files, and apply settings over it. Raise
+    `ConfigError` if anything is wrong."""
     from rolljax.config import loader
     from rolljax.recipe import Recipe
 

@@ -1,7 +1,7 @@
-"""The one table from logical axis names to mesh axes: of parameters, and of what is computed from them.
+"""The one table from logical axis names to mesh axes: for parameters and for activations.
 
-A model names the axes of its arrays and knows no mesh. Whoever compiles it for one says so (`on_mesh`); without that
-`constrain` does nothing, and compilers place arrays as they like.
+A model names the axes of its arrays and knows no mesh. Code that compiles the model for a mesh declares the mesh with
+`on_mesh`. Without `on_mesh`, `constrain` does nothing, and the compiler chooses where arrays are placed.
 """
 
 from __future__ import annotations

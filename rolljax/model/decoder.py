@@ -1,8 +1,8 @@
-"""The decoder: one Flax NNX function for sampling and for training, whatever the family.
+"""The decoder: one Flax NNX module for sampling and for training, common to all families.
 
 Parameters of all layers are stacked on a leading axis and run under `lax.scan`, so compile time does not grow with
 depth. The module never sees a mask: `attend` (see `attention.py`) decides who sees whom, and may carry a KV cache
-through the layers. What a layer computes is its family's (`families/`).
+through the layers. The family defines what a layer computes (`families/`).
 
 Shape letters: B rows, T tokens, D hidden, H query heads, K key/value heads, C head size, F feed-forward, L layers,
 V vocabulary, E experts, k experts of a token.
@@ -33,13 +33,13 @@ from rolljax.model.moe import Routing
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "dots", "attention"]
 Params = Any
-"""Nested dict of arrays: the pure form of a module's parameters. What optimizers, checkpoints and meshes handle."""
+"""Nested dict of arrays: the pure form of a module's parameters, as optimizers, checkpoints and meshes use it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(abc.ABC):
-    """Shape of a decoder: what all families have. Sizes follow `transformers`' meaning; the default is a model for two
-    CPU cores.
+    """Shape of a decoder: the sizes common to all families. Sizes follow `transformers`' meaning; the default is a
+    model for two CPU cores.
 
     A family is one file in `families/`: a subclass with the rest of its shape, its `Layers`, and its names in Hugging
     Face folders.
@@ -261,8 +261,8 @@ class Model:
     attention: Implementation = "auto"
     """Implementation of attention in packed rows (`implementations.Implementation`)."""
     lora: Lora | None = None
-    """adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen base
-    weights (`full_params`)."""
+    """Low-rank adapters. With adapters, `init`, `abstract` and `axes` describe the adapters alone, and `bind` takes the
+    adapters together with the frozen base weights (`full_params`)."""
 
     def init(self, seed: int) -> Params:
         """Return random parameters, a nested dict of float32 arrays."""
@@ -343,7 +343,8 @@ class Model:
 
     @property
     def saved_bytes(self) -> int:
-        """About what the backward pass keeps of one token, in bytes: the widths of what a layer computes."""
+        """Estimated bytes per token that the forward pass saves for the backward pass, from the widths of the
+        layers."""
         cfg = self.cfg
         mixed, heads = cfg.num_heads * cfg.head_dim, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         layer = 4 * cfg.hidden_size + mixed + 2 * heads + 4 * cfg.active_ffn_size

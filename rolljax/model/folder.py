@@ -219,7 +219,7 @@ class Tensor:
     ours: str
     """Name in the layer."""
     theirs: str
-    """Name behind `model.layers.N.`."""
+    """Name after `model.layers.N.` in the folder."""
     to_ours: Transform = same
     """Conversion from the folder's tensor to the layer's parameter. Transpose and reshape only: a view of a host array
     stays a view."""

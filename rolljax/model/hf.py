@@ -1,9 +1,8 @@
 """Hugging Face folders in and out: config.json, safetensors with or without an index, tokenizer.
 
-What the tensors of a family are called stands in its file (`families/`). Reading names every missing, extra or
-misshaped tensor in one error before anything is used; then one layer of one parameter at a time goes to the devices
-that want it, each of which gets its part. Writing gives a folder that `transformers` loads and that computes the same
-logits.
+The names of a family's tensors are in the family's file (`families/`). Reading first checks all tensors and names every
+missing, extra or misshaped one in a single error. It then copies one layer of one parameter at a time to the devices,
+to each only its part. Writing gives a folder that `transformers` loads and that computes the same logits.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def load(
 
     Args:
       computed: return matrices in the model's compute dtype, as `Model.computed` does; otherwise all is float32.
-      beside: names of further tensors that the files may hold; they are not read.
+      beside: names of further tensors that the files may hold; these tensors are not read.
 
     Raises:
       CheckpointError: files are unreadable, or tensors are missing, unknown, not floats, or of another shape than

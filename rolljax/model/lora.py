@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): a linear map W stays, and `x W + (x A) B alpha / rank` is computed.
 
-What is trained is A and B alone. The base weights are an argument of their own in every program: kept in the model's
-compute dtype or as int8, never written. The policy without its adapters is the base itself. B starts at 0.
+Only A and B are trained. The base weights are an argument of their own in every program: kept in the model's compute
+dtype or as int8, never written. The policy without its adapters is the base itself. B starts at 0.
 
 Adapters are a parameter tree like any other, `{"layers": {"q_a": [L, in, rank], "q_b": [L, rank, out], ...}}` with the
 heads of a map flattened; the sampler gets the sum of both (`merged`), and knows nothing of all this.
@@ -214,8 +214,8 @@ def save_adapter(
     """Write adapters as the folder that PEFT reads, with the tokenizer, into a new or empty folder.
 
     Args:
-      base: the folder of the base weights, as `adapter_config.json` names it. inside: what `transformers` calls the
-        decoder in the model that it makes of that folder (`hf.decoder_module`).
+      base: the folder of the base weights, as `adapter_config.json` names it. inside: the name of the decoder inside
+        the model that `transformers` makes of that folder (`hf.decoder_module`).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

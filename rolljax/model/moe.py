@@ -27,8 +27,8 @@ from rolljax.model.axes import ACTIVATION_RULES, PARAM_RULES, current_mesh, spec
 from rolljax.model.layers import ExpertRouting
 
 SLACK = 1.25
-"""Rows that a device with a part of the experts computes at once, over its even share of them. What does not fit is
-computed in further rounds: an uneven choice costs time, never memory and never a token."""
+"""Rows that a device holding some of the experts computes in one round, as a multiple of its even share. Rows that do
+not fit are computed in further rounds: unbalanced routing costs time, but no memory, and drops no token."""
 ROW_TILES, TILE = (128, 512), 1024
 """Tiles of the TPU kernel: rows of one where experts have few tokens, or many; most columns of one."""
 
@@ -196,7 +196,7 @@ class _Rounds(NamedTuple):
     order_A: jax.Array
     """Assignments, those of this device's experts first; as many as all rounds have."""
     ends_E: jax.Array
-    """Index in `order_A` behind each expert's last assignment."""
+    """Index in `order_A` after each expert's last assignment."""
     rows: int
     needed: jax.Array | int
     """Rounds that hold anything."""

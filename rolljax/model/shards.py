@@ -45,7 +45,7 @@ class Shards:
     """The weights of a folder: one file, or the files that an index names.
 
     Args:
-      name: what the files are called (`model`: `model.safetensors` or `model.safetensors.index.json`).
+      name: stem of the file names (`model`: `model.safetensors` or `model.safetensors.index.json`).
 
     Raises:
       CheckpointError: no weights, a file that is cut off or no safetensors, an index that does not fit the files.

@@ -1,12 +1,13 @@
 """Attention of packed rows by JAX's splash kernels (Pallas, TPU), forward and backward.
 
-In a packed row a token looks at two stretches of keys: its own branch up to itself, and the prompt that its siblings
-share. The kernels know equal ids and one comparison, which is either stretch but not both. So each is a call of its
-own, and they meet by their log-sum-exps. The backward pass of attention is a sum over keys once the log-sum-exp of all
-of them is known, so the backward kernels run once for each stretch, with what both made together.
+In a packed row a token attends to two stretches of keys: its own branch up to itself, and the prompt that it shares
+with its siblings. The kernels know equal ids and one comparison, which is either stretch but not both. So each stretch
+is a separate call, and the log-sum-exps combine the two results. The backward pass of attention is a sum over keys once
+the log-sum-exp of all of them is known, so the backward kernels run once for each stretch, with the combined output and
+log-sum-exp.
 
-Blocks in which no query sees a key are found from the rows and passed over. The first sibling stands right behind the
-prompt and takes it for a part of its own stretch: rows without siblings pay nothing for sharing.
+Blocks in which no query attends to a key are found from the rows and skipped. The first sibling directly follows the
+prompt and treats it as part of its own stretch, so rows without siblings pay nothing for sharing.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Queries(NamedTuple):
     prompt_start: jax.Array
     prompt_end: jax.Array
     after_prompt: jax.Array
-    """Index where the token would stand if its branch followed the prompt: distances to the prompt's tokens are
-    taken from here."""
+    """Index that the token would have if its branch directly followed the prompt; distances to the prompt's tokens are
+    measured from here."""
 
 
 class Keys(NamedTuple):

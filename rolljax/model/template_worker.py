@@ -2,7 +2,8 @@
 (`rolljax.model.templates`).
 
 Needs jinja2 and nothing else, so that the process starts in a tenth of a second and its memory can be limited. The
-template sees what `transformers` shows it; `tests/unit/model/test_templates.py` compares.
+template gets the same variables and functions as in `transformers`; `tests/unit/model/test_templates.py` compares the
+two.
 
     request   {"template": ..., "variables": {...}, "day": ...}    a line of JSON on standard input
     response  {"text": ...} or {"error": ...}                      a line of JSON on standard output

@@ -1,9 +1,9 @@
 """Tokenizers and chat templates: prompts as token ids, and the exact tokens between two turns.
 
-Token streams only ever grow. The tokens of a later turn's observation are what the chat template puts between the end
-of the last answer and the start of the next one; what was sampled is never tokenised again. Text that happens to spell
-a special token ("<|assistant|>" in an observation) is encoded as plain text. So is text that spells any other token
-that was added to the vocabulary ("<tool_call>"), unless a system message or the assistant says it.
+Token streams only ever grow. The tokens of a later turn's observation are the text that the chat template puts between
+the end of the last answer and the start of the next one. Sampled tokens are never tokenised again. Text that happens to
+spell a special token ("<|assistant|>" in an observation) is encoded as plain text. So is text that spells any other
+token that was added to the vocabulary ("<tool_call>"), unless it is in a system message or in an assistant message.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ class Chat:
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer: the tokenizer's eos and what the template closes an assistant message with."""
+        """Token ids that end an answer: the tokenizer's eos, and the first token with which the template closes an
+        assistant message."""
         ids = {self.tokenizer.eos_token_id}
         closing = self.closing_ids
         if closing:
@@ -366,7 +367,8 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Render the template, then tokenise; what spells a token in texts is tokenised apart, as plain text."""
+        """Render the template, then tokenise. Message text that spells a special or added token is tokenised
+        separately, as plain text."""
         plain: list[str] = []
         said = [{"role": m.role, "content": m.content} if isinstance(m, Message) else m for m in messages]
         said = [self._marked_message(m, plain) for m in said]

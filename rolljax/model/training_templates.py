@@ -6,7 +6,8 @@ cannot be rendered with them. The training template of such an original writes e
 writes the last one. For one turn both write the same; for several turns the tokens of earlier turns stay. Two originals
 refuse results of tools in conversations without recorded calls; their training templates write them.
 
-An original is known by the SHA-256 of its text. What is kept here of it are the edits that make the training template.
+An original is recognised by the SHA-256 of its text. This module holds only the edits that turn it into its training
+template.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from rolljax.errors import ConfigError
 
 Edit = tuple[str, str]
-"""A text that the original has once, and what the training template has in its place."""
+"""A text that occurs once in the original, and its replacement in the training template."""
 PLAIN = "plain"
 """The value of `Recipe.chat_template` for models without a chat template."""
 MAX_BYTES = 2**20

@@ -29,8 +29,8 @@ SEPARATORS = ("\n", ":", ">")
 class Vocabulary:
     """The tokens of a tokenizer. Safe to use from several threads.
 
-    specials: ids that texts do not show. added: ids of further tokens that were added as spellings which are never cut
-    ("<tool_call>"), without those that are white space or a single character, which stand for nothing but themselves.
+    specials: ids that are left out of texts. added: ids of further added tokens, whose spelling is never split
+    ("<tool_call>"), except tokens of white space or of a single character, which have no meaning beyond their text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -113,7 +113,7 @@ class Vocabulary:
     # ---- ids to text
 
     def text(self, ids: Ids, behind: Ids = ()) -> str:
-        """Return the text that `ids [T]` add to a prompt that ends with the ids `behind`; special tokens are left
+        """Return the text that `ids [T]` add after the ids `behind`, which end the prompt; special tokens are left
         out."""
         decoder = self.decoder(behind)
         return decoder.add(ids) + decoder.end()
@@ -182,7 +182,7 @@ class Vocabulary:
 
 
 class TextDecoder:
-    """The text of one growing answer. What `add` and, at last, `end` return is the text of all tokens together.
+    """Decodes one growing answer. The texts that `add` and finally `end` return make up the text of all tokens.
 
     Args:
       begun: whether there is text before the answer.
@@ -273,7 +273,7 @@ def _decoder_types(core: Any) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """Return GPT-2's table: printable bytes map to their own characters, the others to characters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -93,7 +93,7 @@ class HeadStats:
     span_sums_LH: jax.Array
     """Sum over sampled tokens of the mean distance they look back, in tokens."""
     num_tokens: jax.Array
-    """Sampled tokens, int32: what `span_sums_LH` is divided by."""
+    """Number of sampled tokens, int32: the divisor of `span_sums_LH`."""
     waad_LHBT: jax.Array
     """0 where not sampled, like `fai_LHBT`."""
     fai_LHBT: jax.Array

@@ -106,7 +106,7 @@ class Column(NamedTuple):
     dtype: type[np.generic] | None = np.float32
     """None: the model's own choice."""
     axes: str = ""
-    """Letters of the axes behind `[M, B, T]`: C critics, L layers, k experts of a token."""
+    """Letters of the axes after `[M, B, T]`: C critics, L layers, k experts of a token."""
     asked_by: str = ""
     """The field of `Needs` without which it is None; empty: always there, or decided by credit."""
     padding: int = 0
@@ -288,7 +288,7 @@ def _empty_arrays(shape: PackShape, sample: Mapping[str, np.ndarray]) -> dict[st
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stream:
-    """One sequence of a trajectory: `tokens[lo:hi]`, in which sampled tokens `first` to `last - 1` stand."""
+    """One sequence of a trajectory: `tokens[lo:hi]`, which contains the sampled tokens `first` to `last - 1`."""
 
     sample: Sample
     member: int
@@ -391,7 +391,7 @@ def _first_fit(parts: Sequence[_RowPart], shape: PackShape) -> list[list[_RowPar
 
 
 class _RowWriter:
-    """Writes parts into one row, one behind the other.
+    """Writes parts into one row, one after the other.
 
     end: tokens written so far. segment, sequence, turn: how many of each.
     """

@@ -1,4 +1,5 @@
-"""Forward passes over the sampled tokens of a step, before its updates: what credit asks the models for."""
+"""Forward passes over the sampled tokens of a step, before its updates: the log-probs, entropies and values that credit
+needs."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from rolljax.trainer.update import ReferencePolicies
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPasses:
-    """The programs of a phase that only look at its models.
+    """The programs of a phase that run its models without changing them.
 
     Arrays that its methods return are `[N, T]` like the mask they take: the sampled tokens of each trajectory, left
-    aligned, 0 behind them. Batches hold the trajectories in their order.
+    aligned, padded with 0. Batches hold the trajectories in the order of the rows.
     """
 
     mesh: Mesh

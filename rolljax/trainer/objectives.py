@@ -1,8 +1,8 @@
 """Losses of single tokens and of single pairs: the pure functions that algorithms are composed of.
 
 Per-token functions take float32 arrays `[B, T]` and return the loss of every token, to be minimised; they neither mask
-nor average: the caller multiplies by its weights and sums. `logp` always carries the gradient. Everything it is
-compared with (`anchor_logp`, `ref_logp`, advantages, returns) is a constant.
+nor average: the caller multiplies by its weights and sums. `logp` always carries the gradient. All other inputs
+(`anchor_logp`, `ref_logp`, advantages, returns) are constants.
 
 Where `log_ratio` is large, exponentials would leave float32; it is therefore held inside +-`LOG_RATIO_LIMIT`, far
 outside of what training meets. Beyond the limit the ratio is constant and its gradient 0.
@@ -216,7 +216,7 @@ def _above(ratio_BT: jax.Array, high: float | None) -> jax.Array:
 
 
 def kl(logp_BT: jax.Array, ref_logp_BT: jax.Array, estimator: KlEstimator) -> jax.Array:
-    """Estimate (`trainer.kl.kl_estimate`) of KL(policy || reference) at tokens drawn from the policy; `[B, T]`, nats.
+    """Estimate (`trainer.kl.kl_estimate`) of KL(policy || reference) at tokens sampled from the policy; `[B, T]`, nats.
 
     Raises:
       ConfigError: an unknown estimator.

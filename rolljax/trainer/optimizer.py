@@ -1,10 +1,10 @@
-"""The optimizer as a setting: optax, nothing of our own but where its state lives.
+"""The optimizer as a setting: optax's transformations; only the placement of their state is rolljax's.
 
 Parameters are float32 **master weights**; the model casts them to its compute type where it uses them
 (`Model.dtype`), so an update smaller than bfloat16 can resolve is not lost. `mu_dtype` concerns momentum only.
 
-Layers are stacked: a parameter of all layers has a leading L. What optimizers say of matrices (Muon, Adafactor) is
-meant of one layer's, and is applied per layer.
+Layers are stacked: a parameter of all layers has a leading L. Optimizers with a rule for matrices (Muon, Adafactor)
+apply it to each layer's matrix separately.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MATRICES = {
     **dict.fromkeys(("gate", "up", "down"), optax.contrib.MuonDimensionNumbers(-2, -1)),
 }
 """The weight matrices of a layer: which axes are their rows (what is multiplied and summed) and which their columns.
-Axes before those count matrices: layers, and whatever else is stacked."""
+The axes before these are batch axes: layers, and any other stacked axis."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,8 +51,9 @@ class NotFinite(TrainerError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedStep:
-    """The result of a training step, next to the new state: what the algorithm carries on, metrics, the number of
-    groups that were trained, and columns of each trajectory (`credit.episodes.token_columns`)."""
+    """The result of a training step, in addition to the new state: the numbers that the algorithm carries to the next
+    step, metrics, the number of groups that were trained, and columns of each trajectory
+    (`credit.episodes.token_columns`)."""
 
     algorithm_state: AlgorithmState
     row: MetricsRow
@@ -100,7 +101,7 @@ class PhaseTrainer:
 
         Raises:
           NotFinite: a loss or gradient was not finite. The state is then the one before that update.
-          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
+          TrainerError: no token of these trajectories could be trained on, regardless of the rewards.
         """
         if not groups:  # not one trajectory survived
             add_updates(report := MetricsReport(), [], [])

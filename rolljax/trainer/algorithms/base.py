@@ -38,8 +38,8 @@ class DivergenceTerm:
     kind: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
     """Forward is KL(reference || trained), reverse KL(trained || reference); for the others see `trainer.vocab`."""
     tau: float | None = 1.0
-    """Temperature of both distributions, and the result is multiplied by tau^2 (None: the distributions that tokens are
-    drawn from, as they are)."""
+    """Temperature of both distributions; the divergence is multiplied by tau^2. None: compare the sampling
+    distributions unchanged."""
     alpha: float = 0.1
     """Mixture weight of the skewed divergence."""
     top_k: int = 0
@@ -111,7 +111,7 @@ class PolicyOutputs:
     logp: jax.Array
     """Log-prob of the token."""
     entropy: jax.Array
-    """Entropy of the distribution that the token was drawn from."""
+    """Entropy of the distribution that the token was sampled from."""
     divergence: jax.Array | None = None
     """Divergence of the token's distribution from the reference's, if requested by `Needs.divergence`."""
     load: Load | None = None
@@ -170,17 +170,17 @@ class Algorithm(abc.ABC):
 
     @property
     def solve_range(self) -> tuple[float, float] | None:
-        """Only groups whose mean reward is strictly between these are trained on (None: whatever it is)."""
+        """Train only on groups whose mean reward is strictly between these two values (None: on all groups)."""
         return None
 
     @property
     def dynamic_sampling_rounds(self) -> int:
-        """Rounds of further groups that are drawn while fewer groups than asked for have a signal."""
+        """Most rounds of additional groups that dynamic sampling starts while too few groups have a signal."""
         return 0
 
     @property
     def overlong_cache(self) -> int:
-        """Tokens before the longest answer over which a penalty for length grows (0: there is none)."""
+        """Number of tokens below the answer limit over which the length penalty grows (0: no penalty)."""
         return 0
 
     @property
@@ -190,7 +190,8 @@ class Algorithm(abc.ABC):
 
     @property
     def imitates(self) -> bool:
-        """Whether it learns from an expert's turns (`Phase.start_states`), besides what the policy makes of them."""
+        """Whether the algorithm trains on the replayed turns of an expert (`Phase.start_states`), in addition to the
+        policy's own turns that follow."""
         return False
 
     @abc.abstractmethod
@@ -198,7 +199,8 @@ class Algorithm(abc.ABC):
         """Return the per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
 
     def critic_scale(self, batch: TokenBatch) -> jax.Array:
-        """Share `[B, T]` of each token in a critic's loss that learns from all of them; as in the policy's."""
+        """Return the weight `[B, T]` of each token in the loss of a critic that learns from all tokens; by default that
+        of the policy's loss."""
         return batch.scale
 
     def critic_loss(
@@ -218,6 +220,6 @@ class Algorithm(abc.ABC):
 
 
 def refusal(settings: object, name: str, why: str, remedy: str) -> ConfigError:
-    """Return the error for field `name` of a settings object: why its value cannot be used, and what to do."""
+    """Return the error for field `name` of a settings object: why its value cannot be used, and the remedy."""
     value = getattr(settings, name)
     return ConfigError(why, setting=f"{type(settings).__name__}.{name}", value=value, remedy=remedy)

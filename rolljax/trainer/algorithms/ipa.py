@@ -28,11 +28,11 @@ file out; no code of ROLL reads its `pg_variant: ipa_chunk` and its `ipa_failure
 @dataclasses.dataclass(frozen=True)
 class Ipa(PolicyGradient):
     """IPA (ALE and ROME, arXiv 2512.24873): credit, ratios and masks per turn, which the paper calls an interaction
-    chunk: all that a policy says between two looks at the environment.
+    chunk: everything that the policy samples between two observations.
 
     The outcome is discounted by `gamma` per turn to the end. Turns of successful episodes are imitated; those of failed
     ones are pushed away, if `failure` is negative, with the turn's ratio (geometric mean) as a weight, cut at 1. A turn
-    that the trainer finds more than `correction`'s band likelier than the sampler did is left out.
+    whose trainer-to-sampler ratio is outside the band of `correction` is left out.
 
     Fresh turns have weight `fresh`, an expert's (`Phase.start_states`) weight `imitation`: those that are replayed, up
     to its crucial one, and the crucial one itself where a group starts before it and none of it succeeds. These are
@@ -66,8 +66,9 @@ class Ipa(PolicyGradient):
     gamma: Annotated[float, Range(low=0, high=1, remedy="0.95 is the paper's")] = 0.95
     """Discount of a turn."""
     failure: float = 0.0
-    """Outcome of an episode whose reward is not positive. 0: only successes teach. Below 0 there is no baseline against
-    it: where most episodes fail, whatever they have in common is unlearned, the form of answers first."""
+    """Outcome of an episode whose reward is not positive. 0: only successes teach. A negative value has no baseline to
+    offset it: where most episodes fail, the policy unlearns everything that they have in common, the format of answers
+    first."""
     imitation: Annotated[float, Range(low=0, remedy="0 leaves these turns out")] = 0.1
     """Weight of an expert's turns."""
     fresh: Annotated[float, Range(low=0, remedy="0 leaves these turns out")] = 1.0

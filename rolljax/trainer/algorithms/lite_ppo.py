@@ -17,8 +17,8 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class LitePpo(NormalisedReward, ClippedRatio, PolicyGradient):
-    """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the
-    batch; mean over tokens; PPO's clip; nothing else. What it samples from is a preset of its own
+    """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the batch;
+    mean over tokens; PPO's clip; nothing else. The settings for sampling are a separate preset
     (`configs/presets/tricks_or_traps.gin`)."""
 
     std: Std = "batch"

@@ -2,8 +2,9 @@
 
     class Grpo(NormalisedReward, ClippedRatio, PolicyGradient)
 
-`PolicyGradient` computes credit from episodes, and a loss per token from log-probs. `NormalisedReward` says what
-rewards are compared with, `ClippedRatio` is the surrogate of PPO; an algorithm adds its own parts to them.
+`PolicyGradient` computes credit from episodes, and a loss per token from log-probs. `NormalisedReward` subtracts a
+baseline from the rewards and scales them, `ClippedRatio` is the surrogate of PPO; an algorithm adds its own parts to
+these.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef != 0
 
     def needs(self) -> Needs:
-        """Return what the settings need: log-probs, a reference policy, full divergences."""
+        """Return the inputs that the settings require: log-probs, a reference policy, full divergences, rewards per
+        token."""
         full = isinstance(self.kl, KlLoss) and self.kl.estimator == "full"
         reference = self.kl.reference if self.kl else ""
         return Needs(
@@ -361,8 +363,8 @@ def _running(algorithm_state: AlgorithmState) -> credits.RunningMoments:
 
 
 def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:
-    """Return rewards `[N, T]` where they were earned: a turn's on its last token; what shaping added, on the last
-    token."""
+    """Return rewards `[N, T]` on the tokens that earned them: a turn's reward on the turn's last token, and the change
+    by shaping on the trajectory's last token."""
     last_of_turn = e.mask & np.diff(np.where(e.mask, e.turns, -1), axis=1, append=-1).astype(bool)
     earned = credits.spread_turns(e.turn_rewards, e.turns, e.mask) * last_of_turn
     return earned + credits.at_last(rewards - earned.sum(1), e.mask)

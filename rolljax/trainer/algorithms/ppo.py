@@ -35,7 +35,7 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     lam: Annotated[float, Range(low=0, high=1, remedy="1 and 0.95 are usual")] = 0.95
     """Trace decay per sampled token; observations are skipped."""
     value_lam: Annotated[float | None, Range(low=0, high=1, remedy="1 and 0.95 are usual")] = None
-    """The trace decay of what critics are fitted to (None: `lam`; 1: the Monte-Carlo return)."""
+    """Trace decay of the returns to which critics are fitted (None: `lam`; 1: Monte-Carlo returns)."""
     critic: Critic = Critic()
     """The value model, whose loss is a mean over tokens however the policy's losses are summed. `mean` and `std`
     normalise the reward of trajectories first."""

@@ -18,8 +18,8 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class Rft(Checked, Algorithm):
-    """Rejection fine-tuning (RFT, arXiv 2308.01825): the policy answers `group_size` times, and is trained on what was
-    right: different answers only (`similarity` of their text below this), at most `cap` of a prompt."""
+    """Rejection fine-tuning (RFT, arXiv 2308.01825): the policy samples `group_size` answers and is trained on the
+    correct ones: at most `cap` of a prompt, whose texts have pairwise similarities below `similarity`."""
 
     cap: Annotated[int, Range(low=1, remedy="4 is usual")] = 4
     """Maximum number of answers to a prompt that are trained on."""

@@ -20,8 +20,8 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class Topr(NormalisedReward, PolicyGradient):
-    """TOPR (arXiv 2503.14286): trajectories of positive reward are imitated whatever their ratio; the others are pushed
-    away with a weight that falls to 0 as they become unlikely, which keeps stale negatives bounded.
+    """TOPR (arXiv 2503.14286): trajectories of positive reward are imitated, regardless of their ratio; the others are
+    pushed away with a weight that falls to 0 as they become unlikely, which keeps stale negatives bounded.
 
     The reward is the advantage: failures must have a negative one, or there must be a baseline (`mean`), to be pushed
     away at all.

@@ -27,7 +27,8 @@ class TurnReinforce(PolicyGradient):
     gamma: Annotated[float, Range(low=0, high=1, remedy="0.95 is usual")] = 0.95
     """Discount of a turn."""
     equal_turns: bool = False
-    """Every turn is a sample of its own and counts the same, whatever its length; off: every token counts the same."""
+    """True: every turn is a separate sample and has the same weight, regardless of its length. False: every token has
+    the same weight."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "gamma": Stated(0.95, "github.com/alibaba/ROLL, roll/pipeline/agentic/agentic_config.py, step_reward_gamma"),

@@ -1,8 +1,9 @@
 """Decides whether a step without trained tokens is due to its rewards, or to settings under which no step could train.
 NumPy only.
 
-Rewards that are all equal teach nothing today and may tomorrow. Settings that leave everything out whatever is sampled
-(filters that cannot pass, weights that are all 0) never will: a run would go on for ever and learn nothing.
+A step whose rewards are all equal gives no signal, but a later step may. Settings that exclude every token regardless
+of the samples (a filter that nothing passes, weights that are all 0) never give one: the run would continue to its end
+and learn nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Input and output of credit: the sampled tokens of a step's trajectories, padded to `[N, T]`, what credit makes of
-them, and the samples for the update. NumPy only.
+"""Input and output of credit: the sampled tokens of a step's trajectories, padded to `[N, T]`, their credit, and the
+samples for the update. NumPy only.
 
 Observations and prompts are left out: the policy did not choose them, so they get no credit. Therefore returns,
 normalisation and ranks need no special case for tool outputs.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Episodes:
-    """Trajectories of one step; members of a group stand side by side.
+    """Trajectories of one step; members of a group are adjacent.
 
     rewards [N]: of the trajectory. groups [N]: index of its group, 0 to `num_groups - 1`. mask [N, T]: True where there
     is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none. turn_rewards, turn_weights,
@@ -152,9 +152,9 @@ class Credit:
 
     advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
     denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all). returns [N, T]:
-    what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all). entropy_weights [N, T]:
-    factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of its tokens, for objectives
-    that tell good trajectories from bad ones (None: not asked for).
+    targets of the critics. critic_weights [M, N, T]: weight of each token in each critic's loss (None: 1).
+    entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
+    its tokens, for objectives that treat good and bad trajectories differently (None: not requested).
     """
 
     advantages: np.ndarray

@@ -1,7 +1,7 @@
 """Rewards to advantages: pure functions over NumPy arrays, float64 inside and out.
 
 Shapes: N trajectories, T sampled tokens of one (padded; `mask_NT` is True where a token exists), K turns, M critics.
-Whatever stands under a False mask, NaN included, never reaches a result; results there are 0. Inputs are not changed.
+Values under a False mask, even NaN, never affect a result; results there are 0. Inputs are not changed.
 """
 
 from __future__ import annotations
@@ -294,14 +294,15 @@ def same_state_normalised(
     std: bool = True,
     eps: float = 1e-6,
 ) -> np.ndarray:
-    """Step advantages of GiGPO (arXiv 2505.10978): turns of one group that began in the same state; float64 `[N, K]`.
+    """Step advantages of GiGPO (arXiv 2505.10978): they compare turns of one group that began in the same state;
+    float64 `[N, K]`.
 
     Args:
       returns_NK: discounted return from each turn on.
-      states_NK: hash of what the policy saw before the turn; equal hashes are equal states.
+      states_NK: hash of the policy's context before the turn; equal hashes mean equal states.
       std: False leaves the division out.
 
-    A state that only one turn began in gives 0.
+    A turn whose state no other turn began in gets 0.
     """
     returns, states = np.asarray(returns_NK, np.float64), np.asarray(states_NK)
     mask = _turn_mask(num_turns_N, returns.shape[1])

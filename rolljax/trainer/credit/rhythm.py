@@ -1,11 +1,11 @@
 """Attention-rhythm credit: factors of at least 1 for the advantages of tokens that attention marks.
 
-"Attention Illuminates LLM Reasoning: The Preplan-and-Anchor Rhythm". Two measurements per sampled token come in:
-WAAD, how far back the token looks (windowed average attention distance), and FAI, how much later tokens look back at
-it (future attention influence). The factors multiply advantages of either sign and are not scaled to a mean of 1.
+"Attention Illuminates LLM Reasoning: The Preplan-and-Anchor Rhythm". The inputs are two measurements per sampled token:
+WAAD (windowed average attention distance), how far back the token attends, and FAI (future attention influence), how
+much later tokens attend to it. The factors multiply advantages of either sign and are not scaled to a mean of 1.
 
-Tokens are ranked within their own trajectory, only those under the mask, as if they stood next to each other. The
-number chosen is `floor(top * tokens)`, the earlier of equal ones first. Shapes: N trajectories, T tokens. float64.
+Tokens are ranked within their own trajectory, only those under the mask, as if they were adjacent. The number chosen is
+`floor(top * tokens)`, the earlier of equal ones first. Shapes: N trajectories, T tokens. float64.
 
 As the paper's controls the factors can also go to as many tokens of the other end, or to any (`Pick`).
 """

@@ -65,7 +65,8 @@ class GroupFilter:
     solve_range: tuple[float, float] | None = None
     """Groups whose mean reward is not strictly between these (None: any mean)."""
     dynamic_sampling_rounds: Annotated[int, Range(low=0, remedy="0 switches it off")] = 0
-    """Rounds of further groups that are drawn while fewer groups than asked for are left (DAPO; 0: none)."""
+    """Most rounds of additional groups that are started while fewer groups than requested pass the filter (DAPO; 0:
+    none)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
