@@ -120,9 +120,9 @@ class SampleAttempts(AskingStage):
 
 @dataclasses.dataclass(frozen=True)
 class FromRollouts(Stage):
-    """Take the attempts from the rollouts that runs wrote (`rollouts/step_N.jsonl`), or from an evaluation's answers:
-    those at tasks whose content is the record's question. Records without an attempt are left out. Attempts wait in a
-    file: 8 bytes of memory are taken for each."""
+    """Take the attempts from the rollouts of runs (`rollouts/step_N.jsonl`) or the answers of an evaluation: the
+    attempts at tasks whose content is the record's question. Records without an attempt are left out. Attempts are kept
+    in a temporary file, with 8 bytes of memory for each."""
 
     paths: tuple[str, ...] = ()
     """Files, or folders of them."""

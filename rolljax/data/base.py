@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rolljax.data.model_calls import Asker
 
 Record = dict[str, Any]
-"""Column -> value, as JSON knows values. Stages make new ones and change none."""
+"""Column -> JSON value. Stages make new records and never change one."""
 NUM_SAMPLES = 3
 """Records of every kind of drop that the report shows."""
 KEYS = ("key", "question_key")
@@ -31,7 +31,7 @@ NUM_OBSERVED = 2000
 
 
 class RecordSource(Protocol):
-    """The input records of a stage: iterable in order any number of times, or one by its number. None of them is
+    """The input records of a stage. They can be read in order, any number of times, or by their number, and are not
     held in memory."""
 
     def __len__(self) -> int: ...
@@ -129,7 +129,7 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
-        """Yield the output records for those of `source`; drops are reported to `place`.
+        """Yield the output records for the records of `source`; report dropped ones to `place`.
 
         The output depends on records, settings, `place.seed` and the model's answers, and on nothing else: an
         interrupted stage is run again with the answers received so far.
@@ -196,7 +196,7 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
     """Return the text of a column: a text, a number as text, or the texts of a list of messages, one below the other.
 
     Raises:
-      DataError: it is missing, or none of these.
+      DataError: the column is missing, or holds another kind of value.
     """
     found = messages.unpacked(value_of(record, key))
     try:

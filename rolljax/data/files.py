@@ -22,7 +22,7 @@ PARQUET_ROWS = 4096
 class FileSource:
     """The rows of files, as records.
 
-    skip_bad: leave out rows that are no records (`bad`: how many, once all were read), instead of raising.
+    skip_bad: leave out rows that are no records instead of raising; `bad` is their number once all rows were read.
 
     Raises:
       DataError: a file is broken. ConfigError: there is none, or it needs a package that is missing.

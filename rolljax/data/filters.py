@@ -89,7 +89,7 @@ class KeepScripts(Stage):
 
 
 def scripts(text: str) -> collections.Counter[str]:
-    """Count the letters of a text by script; `other` for those of none that has a name here."""
+    """Count the letters of a text by script; letters of all scripts that are not in `_SCRIPTS` count as `other`."""
     found: collections.Counter[str] = collections.Counter()
     for letter, num in collections.Counter(text).items():
         if letter.isalpha():

@@ -21,7 +21,7 @@ from rolljax.types import Message
 
 T = TypeVar("T")
 WINDOW = 4
-"""Records under way for each question that the model takes at a time: some wait for others before them."""
+"""Records in progress per concurrent request: results are in order, so that finished records wait for earlier ones."""
 TOO_LONG = "too_long"
 
 
@@ -43,7 +43,7 @@ class Asker:
         """Return the model's answer to a conversation. Equal requests are sent once.
 
         Raises:
-          InfraError: there is none. ChatTooLong: it does not fit.
+          InfraError: the model gave no answer. ChatTooLong: the conversation is too long for the model.
         """
 
         async def once(_: int) -> dict[str, Any]:

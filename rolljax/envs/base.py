@@ -1,7 +1,7 @@
 """Interfaces of an environment. GEM / Gymnasium meaning, in text.
 
-An `EnvSpec` is a setting: a frozen dataclass that makes tasks and environments. An `Env` is one episode's worth of
-state, used by one trajectory at a time and thrown away after it.
+An `EnvSpec` holds settings: a frozen dataclass that makes tasks and environments. An `Env` is the state of one episode;
+it is used for one trajectory and then discarded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Action:
 class Env(abc.ABC):
     """One episode. Methods may block: the pool calls them from worker threads or processes, under deadlines.
 
-    All randomness comes from the task: two episodes of one task that get the same actions say the same.
+    All randomness comes from the task: two episodes of one task with the same actions return the same results.
     """
 
     run_limit_s: float | None = None
@@ -73,11 +73,11 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def step(self, action: str) -> StepResult:
-        """Take the policy's text. After the episode's end: `EnvError`."""
+        """Execute the policy's action and return the result. After the episode's end: `EnvError`."""
 
     @abc.abstractmethod
     def reference_answer(self) -> str:
-        """Return an action that a perfect policy would take now."""
+        """Return the next action of a perfect policy."""
 
     def rejected(self) -> str:
         """Return a worse action than `reference_answer`, for training on pairs."""
@@ -139,7 +139,8 @@ class EnvSpec(abc.ABC):
 
     @property
     def num_tasks(self) -> int | None:
-        """Indices from which on tasks come again in the same order; None: never, or not known."""
+        """Number of indices after which the tasks repeat in the same order; None: they never repeat, or the number is
+        not known."""
         return None
 
     def turns_of(self, task: Task) -> int:

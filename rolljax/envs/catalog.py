@@ -2,8 +2,8 @@
 
 Short names come from `NAMES`, `PREFIXES` and the packages of `rolljax.recipes`.
 
-A reference names an environment with its settings and, behind `#`, the index of a task: with the actions that were
-taken it replays a trajectory anywhere.
+A reference names an environment with its settings and, after `#`, the index of a task; together with the actions of a
+trajectory it is enough to replay the trajectory.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from rolljax.errors import EnvError, InfraError
 from rolljax.types import Message, Task
 
 MAX_STEPS = 1000
-"""An episode of a check that takes more steps fails."""
+"""Maximum number of steps of an episode in a check; a longer episode fails the check."""
 OTHER_PROCESS_S = 1800.0
 """Seconds that another process may take to play the episodes of a check."""
 NONSENSE = "nonsense"
@@ -353,8 +353,8 @@ def _prompt(initial_messages: Sequence[Message]) -> str:
 
 
 def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, text: str) -> tuple[bool, bool, float]:
-    """Give an answer in every turn of an episode; return whether it is right, whether it is always the reference
-    answer, its reward."""
+    """Play an episode with the same answer in every turn; return whether it solves the task, whether it is the
+    reference answer in every turn, and the reward."""
     env, initial_messages = fresh()
     try:
         e = follow(env, Transcript(task, [initial_messages], []), always(text))
@@ -380,7 +380,7 @@ def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, tex
 
 
 def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:
-    """Return a player that knows nothing of the task, and its description: random legal actions if the environment has
+    """Return a player that does not use the task, and its description: random legal actions if the environment has
     them, otherwise reference answers of other tasks."""
     rng = random.Random(seed)
     if isinstance(spec.make(), HasRandomAction):

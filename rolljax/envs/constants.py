@@ -62,7 +62,7 @@ _MAX_PICKS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Wins:
-    """The result of one of these answers."""
+    """The wins of one constant answer."""
 
     name: str
     reference: float
@@ -166,8 +166,8 @@ class AnswerCounts:
         self._won: dict[str, tuple[int, int, float, int]] = {}
 
     def task(self, prompt: str, play: Callable[[str], tuple[bool, bool, float]]) -> None:
-        """Give every answer to one task. play: whether an answer solves it, whether it is the reference answer, and its
-        reward."""
+        """Play one task with every constant answer. play: whether an answer solves it, whether it is the reference
+        answer, and its reward."""
         self.num_tasks += 1
         seen: dict[str, tuple[bool, bool, float]] = {}
         for name, text in {**CONSTANTS, **from_prompt(prompt)}.items():

@@ -70,7 +70,7 @@ class AnswerLog:
         return key in self.answers and not self.answers[key].lost
 
     def add(self, trajectory: Trajectory) -> None:
-        """Keep an answer. It survives the end of this process.
+        """Record an answer. With a folder it is also written to a file, and survives the end of this process.
 
         Raises:
           StorageError: the disk does not take it.

@@ -310,7 +310,8 @@ def _values(tasks: Sequence[TaskScores], metric: str) -> np.ndarray:
 
 
 def _is_one_trial(task: TaskScores, metric: str) -> bool:
-    """Return whether a task gives this metric as one success or failure: from exactly the needed number of answers."""
+    """Return whether the value of this metric for one task is a single success or failure, because exactly the required
+    number of answers was sampled."""
     kind, _, k = metric.partition("@")
     return metric not in task.values or (kind == "pass" and task.answers == int(k))
 
@@ -352,7 +353,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) 
     """Compare two evaluations on the tasks that both have: paired bootstrap over tasks.
 
     Args:
-      first, second: as `answers.read` gives them. cfg: confidence, resamples and seed are taken from it.
+      first, second: as `answers.read` gives them. cfg: provides confidence, resamples and seed.
 
     Returns:
       A record for each environment and metric, and the table in Markdown.

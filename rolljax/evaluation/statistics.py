@@ -37,7 +37,7 @@ class Difference:
     low: float
     high: float
     p: float
-    """Two-sided, under the hypothesis that there is none."""
+    """Two-sided p-value of the hypothesis that the difference is 0."""
     tasks: int
     """Number of tasks."""
 

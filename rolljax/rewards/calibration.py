@@ -1,7 +1,7 @@
 """Measure a judge's agreement with people on a labelled set, and fit a calibration curve from its scores to the labels.
 
-A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "label": 1}`: the task, an answer to it, and the
-worth that a person gave the answer, from 0 to 1.
+A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "label": 1}`: the index of the task, an answer, and
+the score from 0 to 1 that a person gave the answer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def isotonic(scores: Sequence[float], labels: Sequence[float]) -> tuple[tuple[fl
     Returns its points, for `Judge.calibration` and `compose.Shaping`.
 
     Args:
-      scores: of the judge, `[N]`. labels: worth of the same answers, `[N]`.
+      scores: of the judge, `[N]`. labels: of the same answers, `[N]`.
 
     Raises:
       DataError: there are no scores.

@@ -123,7 +123,7 @@ class Sum(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Composition):
-    """A reward that counts only where another one is high enough, or the episode succeeded."""
+    """A reward that counts only if another reward is high enough, or if the episode succeeded."""
 
     reward: RewardConfig
     """The reward to gate."""

@@ -74,10 +74,10 @@ class ModelJudge(RewardConfig):
 
     @abc.abstractmethod
     def prompts(self, around: RewardContext, task: Task, answer: str) -> Mapping[str, Prompt]:
-        """Return the questions about an answer, each under a name.
+        """Return the judge's prompts about an answer, by name.
 
         Raises:
-          ConfigError: they need the task's reference answer, and there is none.
+          ConfigError: the prompts need the task's reference answer, and the task has none.
         """
 
     @abc.abstractmethod

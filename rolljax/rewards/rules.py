@@ -33,7 +33,7 @@ _SCRIPTS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Rule):
-    r"""1 where the last answer gives the task's reference answer, in any notation, else 0; the task is solved then.
+    r"""1 if the last answer equals the task's reference answer in any notation, which also counts as solved; else 0.
     Formulas are compared by math-verify, in a separate process with limits; an answer that exceeds them is wrong."""
 
     runs: ClassVar[Runs] = "process"
@@ -98,15 +98,15 @@ class Answer(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class LengthBand(Rule):
-    """1 for answers whose length is in a band, falling to 0 in a straight line on both sides of it (LiveThinking,
-    arXiv 2510.07685): `max(0, 1 - d / eps)`, where d is the tokens outside `[low L, high L]` and L the length that is
-    referred to.
+    """1 for answers whose length is inside a band, falling linearly to 0 on both sides of it (LiveThinking, arXiv
+    2510.07685): `max(0, 1 - d / eps)`, where d is the distance of the length from the band `[low L, high L]` in tokens,
+    and L the reference length.
 
-    Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
+    Combine it with `compose.Gate`, so that only right answers get it: otherwise short wrong answers are rewarded.
     """
 
     ref_tok: Annotated[float, Range(low=0)] = 0.0
-    """L, the same for all tasks."""
+    """Reference length L in tokens, the same for all tasks."""
     ref_key: str = ""
     """Instead of `ref_tok`, the dataset column with the reference length L (the length of the answer that was
     imitated)."""
@@ -115,7 +115,7 @@ class LengthBand(Rule):
     high: float = 0.6
     """Upper end of the band, as a share of the reference length L."""
     eps_frac: Annotated[float, Range(above=0)] = 0.25
-    """Eps, a share of L."""
+    """The distance `eps` from the band at which the reward is 0, as a share of L."""
     count: Literal["all", "thinking"] = "all"
     """`all`: every sampled token; `thinking`: those before the last `</think>`, by their share of the characters."""
 

@@ -20,7 +20,7 @@ COUNTED = ("calls", "requests", "answers", "cached", "retries")
 
 
 class Scoring:
-    """Open rewards, and which of them scores which task. Used from one event loop.
+    """The open rewards of a run, and their assignment to tasks. Used from one event loop.
 
     Args:
       scorer: for all tasks except those of `by_env`, which holds scorers by `Task.env`. None: the environment's own
@@ -39,9 +39,8 @@ class Scoring:
         return self._by_env.get(task.env, self._scorer)
 
     async def score(self, trajectory: Trajectory, last: int = -1) -> Trajectory:
-        """Return the trajectory of a finished episode with its reward; never raises.
-
-        A failed trajectory stays as it is. Without a verdict it becomes a failed one, and its fault names the cause.
+        """Return the trajectory of a finished episode with its reward; never raises. A failed trajectory is returned
+        unchanged. If there is no verdict, the trajectory becomes a failed one, and its fault names the cause.
 
         Args:
           last: the turn that receives the episode's reward, apart from shares that the reward gives to other turns.

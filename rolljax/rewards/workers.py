@@ -33,7 +33,7 @@ class Said:
     texts: tuple[str, ...]
     """The policy's answers, turn by turn; only the end of an answer beyond a million characters."""
     num_tok: tuple[int, ...]
-    """Tokens of each."""
+    """Number of tokens of each answer."""
     ends: tuple[FinishReason, ...]
     """Finish reason of each answer."""
     reward: float

@@ -68,7 +68,7 @@ def bwrap() -> str:
 
 @functools.cache
 def bwrap_has(option: str) -> bool:
-    """Return whether this machine's bubblewrap knows an option."""
+    """Return whether this machine's bubblewrap has an option."""
     said = subprocess.run([bwrap(), "--help"], capture_output=True, text=True, env={}, timeout=30)
     return option in said.stdout + said.stderr
 

@@ -171,7 +171,7 @@ UNSUPPORTED: dict[str, tuple[int, int, int]] = {
     "setxattrat": (463, 463, errno.EOPNOTSUPP),
     "seccomp": (317, 277, errno.EINVAL),
 }
-"""The same with the error that tells programs to do without the call."""
+"""System calls that fail with an error other than EPERM, which tells programs that the call is not available."""
 LAST = 469
 """The newest system call whose allocations were reviewed (Linux 6.17)."""
 

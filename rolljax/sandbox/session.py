@@ -22,7 +22,7 @@ from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import TERMINAL, Profile
 
 ANSWER_S = 20.0
-"""Seconds that an answer may take beyond the time that the request itself allows."""
+"""Seconds that an answer may take in addition to the time limit of the request."""
 MAX_HEADER = 1 << 16
 AGENT_FILES = ("agent.py", "wire.py")
 

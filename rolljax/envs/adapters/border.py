@@ -25,11 +25,11 @@ def library(name: str, install: str) -> Any:
 
 
 class BorrowedRandom:
-    """The process's global `random` (and NumPy's, where NumPy is loaded) on loan to one episode.
+    """Lends the process's global `random` generator (and NumPy's, if NumPy is loaded) to one episode.
 
-    Libraries that draw from the global generators see, inside `with`, the state that this episode left there; what was
-    there before is put back. So episodes side by side do not touch each other, and nothing else in the process does.
-    One episode at a time: the others wait.
+    Inside `with`, the global generators have this episode's own state; afterwards the previous state is restored. So
+    concurrent episodes do not influence each other, and other code of the process does not influence them. Only one
+    episode at a time is inside; the others wait.
     """
 
     def __init__(self, seed: int) -> None:
@@ -39,7 +39,7 @@ class BorrowedRandom:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Use the global generators as this episode's own."""
+        """Give the global generators this episode's state; on exit save it and restore the previous state."""
         with _GLOBAL:
             numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
             python, numpy = random.getstate(), numpy_random and numpy_random.get_state()

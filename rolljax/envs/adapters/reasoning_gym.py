@@ -28,33 +28,35 @@ REFUSED: Mapping[str, str] = {
     "composite": "it is a mixture of the others",
     "propositional_logic": "whatever follows from the premises is right: 'P ∨ Q' solves 80 % of its tasks",
 }
-"""Names there that are not offered, and why."""
+"""Families of the library that are not offered, and the reasons."""
 
 NUM_TASKS = {"acre": 1000, "word_ladder": 20_000}
 """Families that make all their tasks at the start, or refuse to make more; higher indices repeat the tasks."""
 
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Their scorers execute an answer to see whether it is a list; here it is read as a Python literal instead."""
+"""Families whose scorers execute an answer to see whether it is a list; here it is read as a Python literal instead."""
 
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
-"""Their scorers execute the answer, and puzzle24's takes any four numbers for right. Scored here, exactly."""
+"""Families whose scorers execute the answer (puzzle24's even accepts any four numbers). They are scored here, with
+exact arithmetic."""
 
 ALGEBRA = frozenset({"simple_integration", "intermediate_integration", "polynomial_multiplication"})
-"""Their scorers hand the answer to SymPy, which executes it and may never end: only plain expressions get there, in a
-child process with limits."""
+"""Families whose scorers pass the answer to SymPy, which executes it and may never end. Here only plain expressions
+reach SymPy, in a child process with limits."""
 
 EXACT = frozenset({"game_of_life_halting"})
-"""The library's scorer takes any text for right; here the answer must equal the reference."""
+"""Families whose scorer accepts any text; here the answer must equal the reference answer."""
 
 WHOLE = frozenset({"prime_factorization"})
 """Families whose scorer gives a partial score even to a copy of the question; here only a full score counts."""
 
 SOLVED_AT: Mapping[str, float] = {"complex_arithmetic": 0.99, "polynomial_equations": 1 - 2e-5}
-"""Scores that fall with the distance from the right number, and the score within which it is rounding. Elsewhere only a
-full score is solved."""
+"""Families whose score falls with the distance from the right number, with the lowest score that counts as solved (a
+rounding error). In other families only a full score counts."""
 
 MAX_ANSWER_CHARS = 8192
-"""A longer answer is no answer, unless the reference is long itself (4 times its length is then the limit)."""
+"""Maximum length of an answer, or 4 times the length of the reference answer if that is more; longer answers are
+wrong."""
 
 _REAL = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
 _MOVE = r"\d?[A-Za-z]w?[\d']{0,2}"

@@ -91,7 +91,7 @@ class TauBench(EnvSpec):
 
 
 class _ScriptedUser:
-    """Tells all it wants at once, then agrees to everything."""
+    """A simulated user who tells all wishes in the first message, then agrees to everything."""
 
     def reset(self, instruction: str | None = None) -> str:
         return str(instruction)
@@ -218,8 +218,8 @@ def _shared(path: str, domain: str, split: str) -> Any:
 
 
 def _fresh(path: str, domain: str, split: str) -> Any:
-    """Return a world to act in. It compares databases by the hash of their JSON, which takes a tenth of the time of
-    tau-bench's own comparison."""
+    """Return a new tau-bench environment with the scripted user. It compares databases by the hash of their JSON, which
+    takes a tenth of the time of tau-bench's own comparison."""
     world = _classes(path)[domain](user_strategy="human", task_split=split, task_index=0)
     world.user = _ScriptedUser()
     world.get_data_hash = lambda: hashlib.sha256(

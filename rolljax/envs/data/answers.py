@@ -5,10 +5,10 @@ letters of a choice, words, lists. The rest, such as `2\sqrt{2}` and `\sqrt{8}`,
 
 An answer states one thing. Where it states several, all of them must be right, so that no second guess is rewarded:
 
-- `a = b = c`: a first side that is a name or holds a variable is let pass; every other side must be right;
-- `a \approx b`: `a` is the answer, and `b` is not looked at; a name before it is let pass;
+- `a = b = c`: a first side that is a name or holds a variable is ignored; every other side must be right;
+- `a \approx b`: `a` is the answer, and `b` is ignored; a name before it is allowed;
 - `a, b`, `a; b`, `a and b`, `a or b`: a list of values in any order; it is right if the recorded answer lists the same;
-- `a < b`, `a \to b`, `a \cup b` of what are neither sets nor intervals: not an answer to a question for a value.
+- `a < b`, `a \to b`, `a \cup b` of values that are neither sets nor intervals: not an answer to a question for a value.
 
 docs/my_model.md has the rules for users; tests/data/answer_pairs.py has a table of pairs with their verdicts.
 """

@@ -1,5 +1,4 @@
-"""Files of rows, whatever their format: JSON Lines (also gzip), a JSON array, Parquet, Arrow, and folders of these;
-and rows that a program gives, without a file.
+"""Rows from files (JSON Lines, also gzip; a JSON array, Parquet, Arrow, and folders of these), or from memory.
 
 The first bytes of a file decide its format, not its name. Rows stay on disk where their format allows it: of JSON Lines
 and of a JSON array 16 bytes a row are kept, Arrow files are mapped; a compressed file is unpacked into a temporary one
@@ -32,7 +31,7 @@ from rolljax import reading
 from rolljax.errors import ConfigError, DataError, needed
 
 Row = dict[str, Any]
-"""Column -> value, as JSON knows values."""
+"""Column -> JSON value."""
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".ndjson")
 """Names of files in a folder that are taken for data."""
@@ -72,13 +71,13 @@ class Rows(Protocol):
 
 
 class InMemoryRows:
-    """Rows that a program gives, without a file. Two are equal that hold the same.
+    """Rows in memory, without a file. Two objects are equal if their rows are equal.
 
     Args:
-      rows: dicts, as JSON knows them.
+      rows: dicts of JSON values.
 
     Raises:
-      ConfigError: one is no dict, or holds what JSON does not know.
+      ConfigError: a row is not a dict, or holds a value that JSON cannot express.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -246,9 +245,9 @@ def _starts_array(file: BinaryIO) -> bool:
 
 
 class _JsonRows:
-    """JSON objects in a file, each read by `pread`, so that threads do not get into each other's way.
+    """JSON objects in a file, each read by `pread`, so that threads can read concurrently.
 
-    Subclasses tell `_add` where each row begins and ends.
+    Subclasses call `_add` with the first and the end offset of each row.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:

@@ -19,7 +19,7 @@ NUM_NAMED = 5
 """Bad rows that are named one by one."""
 
 Reader = Callable[[Row], T]
-"""Makes a record of a row, or raises `BadRow`."""
+"""Converts a row to a record, or raises `BadRow`."""
 Taken = Mapping[str, str | None]
 """Part of a record -> the column that it is taken from; None: there is none."""
 
@@ -27,8 +27,8 @@ Taken = Mapping[str, str | None]
 class Table(Generic[T]):
     """The records of files, addressed by number.
 
-    num_bad: rows that are left out. complaint: which and why, as one sentence; empty where there are none.
-    columns_taken: which column each part is taken from, as one sentence.
+    num_bad: number of rows that are left out. complaint: a sentence that names such rows and their faults; empty if
+    there are none. columns_taken: a sentence that names the column of each part of a record.
     """
 
     def __init__(self, rows: Rows, read: Reader[T], taken: Taken, bad_rows: BadRows, setting: str) -> None:

@@ -24,7 +24,7 @@ ROOM_OF = {place: room for room, places in ROOMS.items() for place in places}
 DOORS = frozenset({"box", "fridge", "oven", "cabinet", "drawer", "safe"})
 """Places that can be open or shut."""
 APPLIANCE = {"cool": "fridge", "hot": "oven", "clean": "sink"}
-"""The place that gives a thing each state. No thing starts there."""
+"""The place that puts a thing into each state. No thing starts in these places."""
 GOALS = ("place", *APPLIANCE)
 KITCHENWARE = ("apple", "bread", "egg", "cup", "bowl", "plate")
 THINGS = (*KITCHENWARE, "book", "pen", "key", "soap", "towel", "sock")

@@ -60,7 +60,7 @@ class Dispatcher:
         self._closing = threading.Event()
         self._end_s = math.inf
         self._over = ""
-        """Why nothing more is done; empty while the pool works."""
+        """The reason why the pool gave up; empty while it works."""
         self._thread = threading.Thread(target=self._run, name="rolljax-env-dispatch", daemon=True)
         self._thread.start()
 
@@ -87,7 +87,7 @@ class Dispatcher:
             self._link.wake()
 
     def close(self) -> None:
-        """Give the calls under way `close_s`, then end all workers."""
+        """Wait up to `close_s` for the calls in progress, then end all workers."""
         self._end_s = time.monotonic() + self.cfg.close_s
         self._closing.set()
         self._link.wake()
@@ -96,12 +96,12 @@ class Dispatcher:
     # called by the link
 
     def ready(self, generation: int) -> None:
-        """Note that the worker takes requests."""
+        """Record that the worker accepts requests."""
         if (worker := self._workers.get(generation)) is not None:
             worker.ready = True
 
     def replied(self, generation: int, payload: bytes) -> None:
-        """Take in a line from the worker."""
+        """Handle a line from the worker."""
         worker = self._workers.get(generation)
         if worker is None:
             return
@@ -218,7 +218,7 @@ class Dispatcher:
         worker.worker_slot.worker = None
 
     def _accept(self, call: WorkerCall) -> None:
-        """Take in a call of an event loop."""
+        """Accept a call from an event loop."""
         worker = call.slot.worker
         if call.verb == "reset":
             assert isinstance(call.argument, Task)
@@ -235,7 +235,8 @@ class Dispatcher:
             self._enqueue(call, worker)
 
     def _place(self) -> None:
-        """Give the episodes that wait to the workers with the most room, and suspects a worker each."""
+        """Assign waiting episodes to the workers with the most free places, and each episode of a suspected task to a
+        worker of its own."""
         self._place_apart()
         emptied = self._emptied()
         while self._backlog:

@@ -34,7 +34,7 @@ OUTPUT_BYTES = 65_536
 """Bytes that are kept of the output of each process."""
 
 END_S = 1.0
-"""How long workers may take to close their episodes after the pool is gone."""
+"""Seconds that workers have to close their episodes after the pool is gone."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

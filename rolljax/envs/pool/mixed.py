@@ -46,7 +46,7 @@ class MixedPool:
 
     @property
     def broken(self) -> str:
-        """The reason why one of the domains opens no more episodes; empty while all do."""
+        """The reason why a domain's pool opens no more episodes; empty while all do."""
         return next((f"domain {name}: {pool.broken}" for name, pool in self._pools.items() if pool.broken), "")
 
     @property

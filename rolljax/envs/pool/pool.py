@@ -82,13 +82,13 @@ class EnvPool:
     """A pool for the episodes of one environment. Used by one event loop at a time.
 
     Args:
-      backend: where they run, if not where `cfg` says.
+      backend: the backend that runs the episodes, instead of the one that `cfg` sets.
     """
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec, backend: Backend | None = None) -> None:
         self.cfg, self.spec = cfg, spec
         self.broken = ""
-        """Return why no more episodes are opened; empty while they are."""
+        """The reason why no more episodes are opened; empty while they are."""
         self._backend = backend or _backend_of(cfg, spec)
         self._open: set[Episode] = set()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -124,7 +124,7 @@ class EnvPool:
 
     @property
     def opens_at_once(self) -> bool:
-        """Return whether opening an episode takes microseconds: it happens in this process and waits for nothing."""
+        """Return whether opening an episode takes microseconds, because it runs in this process and does not wait."""
         here = self.cfg.where == "thread" or (self.cfg.where == "auto" and self.spec.runs == "inline")
         return here and self.spec.runs != "thread"
 

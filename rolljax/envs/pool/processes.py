@@ -259,8 +259,8 @@ class ProcessLink:
                 events.ended(generation, why, cause, output)
 
     def _end_fork_server(self, grace_s: float = 3 * END_S) -> str:
-        """Close its socket, which tells it to end its workers and itself; kill it if it does not. Return how it
-        ended."""
+        """Close the fork server's socket, upon which it ends its workers and itself; kill it if it does not. Return how
+        it ended."""
         child, control = self._fork_server, self._control
         self._fork_server = self._control = None
         if child is None or control is None:

@@ -112,7 +112,7 @@ class ThreadBackend:
             self.submit(_Call(slot, "close", None, self._cfg.close_s, None))
 
     def work(self, thread: _Thread, call: _Call) -> bool:
-        """Run one call in `thread`; False when the thread was written off meanwhile."""
+        """Run one call in `thread`; return False if the thread was given up as hung in the meantime."""
         value: Any = None
         error: RolljaxError | None = None
         if call.future is None or not call.future.cancelled():

@@ -2,8 +2,8 @@
 result.
 
 `Tools` are settings (frozen, hashable, picklable). `Tools.open()` gives the `ToolSet` of one episode, which is called
-from worker threads. What a policy does wrong, and what goes wrong inside a tool, is a result that says so, never an
-exception; only a dead server or sandbox raises, an `InfraError`.
+from worker threads. A mistake of the policy and a failure inside a tool are results with an error text, never
+exceptions; only a dead server or sandbox raises an `InfraError`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ToolLimits:
     kept_bytes: int = 1024 * 1024
     """Maximum number of bytes of a result that are recorded."""
     call_s: Annotated[float, Range(above=0)] = 5.0
-    """Longest one call may take; all calls of an answer must fit into `PoolConfig.step_s`."""
+    """Longest time in seconds that one call may take; all calls of an answer must fit into `PoolConfig.step_s`."""
     concurrency: Annotated[int, Range(low=1)] = 64
     """Maximum number of concurrent calls to one server, in this process."""
 

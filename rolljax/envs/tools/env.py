@@ -135,7 +135,7 @@ class ToolEpisode(Env):
         return result
 
     def use_tools(self, action: str) -> StepResult | None:
-        """Return the tools' replies to the calls in `action`; None if there is none, or no use is left."""
+        """Return the tools' replies to the calls in `action`; None if it has no calls, or no uses are left."""
         limits = self._spec.limits
         left = limits.calls_per_episode - len(self._uses)
         calls: list[ToolCall] = []

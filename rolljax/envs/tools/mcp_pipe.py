@@ -1,7 +1,7 @@
 """MCP over the standard streams of a process, with a limit on the size of the server's messages.
 
-The protocol writes one JSON-RPC message per line. A line over the cap is thrown away as it comes in, and the call that
-it answers fails with an error that says so; the connection and its other calls continue.
+The protocol writes one JSON-RPC message per line. A line over the limit is discarded as it arrives, and its call fails
+with an error that names the limit; the connection and its other calls continue.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ class Prune(Stage):
     `incorrect`: as `dlcot.incorrect`, which keeps the way to the first correct solution. Traces without a correct
     solution are left out."""
     spans: bool = False
-    """Also cut sentences with errors out of solutions that stay beyond the trunk (incorrect)."""
+    """Whether to cut sentences with errors out of the correct solutions after the trunk (needs `how = "incorrect"`)."""
     trunk_spans: bool = False
-    """And out of those of the trunk."""
+    """Whether to cut sentences with errors out of the solutions of the trunk too; implies `spans`."""
     column: str = "trace"
     """Column to which the remaining text is written."""
 
@@ -259,7 +259,7 @@ class Rewrite(VerdictStage):
 
 
 def trace_of(record: Record) -> Trace:
-    """Return the trace of a record, taken apart.
+    """Return the deconstructed trace of a record (column `dlcot`).
 
     Raises:
       DataError: it has none.

@@ -22,10 +22,10 @@ from rolljax.types import Message, Task
 class JudgeTraining(EnvSpec):
     """The answers of a labelled set, presented to the policy as `judge` presents answers to its model.
 
-    One turn: the policy says a verdict. Reward: 1 - |worth by the verdict - labelled worth|; 0 for a verdict that
-    cannot be parsed. The reference verdict is the label, or the marks, nearest to the labelled worth, without a veto;
-    the task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have the same content,
-    so that a question is held out with all its answers.
+    One turn: the policy writes a verdict. Reward: 1 - |score by the verdict - labelled score|; 0 for a verdict that
+    cannot be parsed. The reference verdict is the label, or the marks, nearest to the labelled score, without a veto;
+    the task is solved if both scores are at least 0.5, or both below it. Tasks about one question have the same
+    content, so that a question is held out with all its answers.
     """
 
     runs = "inline"

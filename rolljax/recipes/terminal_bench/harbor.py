@@ -6,7 +6,7 @@
     NAME/tests/test_outputs.py      functions `test_*` that assert       (else tests/test.sh, which writes a verdict)
     NAME/solution/solve.sh          a solution                           v1: solution.sh
 
-What a folder needs and the sandbox cannot give is listed in `HarborTask.unsupported`.
+`HarborTask.unsupported` lists the needs of a folder that the sandbox cannot meet.
 """
 
 from __future__ import annotations

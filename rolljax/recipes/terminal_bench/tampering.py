@@ -1,7 +1,7 @@
 """An alarm for attempts to get at the tests instead of the task.
 
-It counts, and the reward comes from the tests alone; what a count leads to is decided elsewhere. It looks for names
-that honest work does not need, to stay silent there; who avoids those names is not seen, and still gets nothing.
+It only counts; the reward comes from the tests alone. It searches for names that honest work does not need, so that
+honest work raises no alarm; an attempt without these names is not detected, but gains nothing either.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class TerminalTasks(EnvSpec):
     """Twelve tasks of eight domains that bash, the core utilities and Python's standard library solve.
 
     Every command runs in one sandbox without a network, in a shell that keeps its state. The episode ends when the
-    policy finishes, at `max_turns`, or when it repeats itself; then what the task names as its artifacts is carried
-    into a fresh sandbox and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
+    policy finishes, at `max_turns`, or when it repeats itself; then the task's artifacts are copied into a new sandbox
+    and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
     """
 
     only: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ class TerminalTasks(EnvSpec):
     command_timeout_s: Annotated[float, Range(above=0)] = 10.0
     """Longest run of one command; the policy gets a note, and the episode continues."""
     test_timeout_s: Annotated[float, Range(above=0)] = 10.0
-    """Longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
-    sandbox, must stay below `PoolConfig.step_s`."""
+    """Longest time in seconds that the tests may run, unless the task sets less. Both together, and the second it takes
+    to start a sandbox, must stay below `PoolConfig.step_s`."""
     max_output_chars: Annotated[int, Range(above=0)] = 2000
     """Characters of a command's output that are shown, from its start and its end."""
     max_answer_chars: Annotated[int, Range(above=0)] = 16_384
@@ -111,7 +111,7 @@ class HarborTasks(TerminalTasks):
     """Tasks at a terminal from a folder of task folders, as Harbor and Terminal-Bench lay them out."""
 
     path: str = ""
-    """The folder with the task folders, or one of them."""
+    """Folder of task folders, or a single task folder."""
     have: tuple[str, ...] = ()
     """Packages that Dockerfiles install and that are there (or that the tasks do not need after all); programs in
     /usr/bin are found by themselves."""

@@ -40,8 +40,9 @@ class Preferences(Judging):
     these. The policy reads an instruction and two responses, thinks, and ends with a verdict.
 
     A row has chosen and rejected, or two responses with a label (1, 2, a, b, ...) or a signed strength (below 0: the
-    first is better). Tasks 2k and 2k + 1 are pair k modulo their number, in both orders; which is first is drawn.
-    Reward: that of the verdict's form (`verdicts`). Solved: the right response. An evaluation asks in both orders.
+    first is better). Tasks 2k and 2k + 1 are pair k modulo their number, in both orders, of which a random one is
+    first. Reward: that of the verdict's form (`verdicts`). Solved: the right response. An evaluation asks in both
+    orders.
     """
 
     path: str = ""

@@ -60,7 +60,7 @@ class Verdict:
 
 
 def check_form(form: str, setting: str) -> None:
-    """Raise `ConfigError` for a form that there is none of."""
+    """Raise `ConfigError` if `form` is none of `FORMS`."""
     if form not in FORMS:
         raise ConfigError(
             "is no form of a verdict", setting=setting, value=form, remedy=f"one of {', '.join(map(repr, FORMS))}"
@@ -97,7 +97,7 @@ def write(verdict: Verdict, form: Form, wording: Wording = "sentences") -> str:
     """Return the text that `read` parses as this verdict.
 
     Raises:
-      ValueError: it lacks what the form asks for.
+      ValueError: the verdict lacks a part that the form requires.
     """
     if form == "scores":
         if verdict.scores is None:
@@ -140,8 +140,8 @@ def request(form: Form) -> str:
 def strength_reward(verdict: Verdict | None, truth: float) -> float:
     """Return the reward of a verdict with strength, 0 to 1.
 
-    A wrong verdict, or none, is worth 0. A right one is worth 1 less an eighth for each step between the strengths, and
-    one half where its strength is not 1, 2 or 3.
+    A wrong or missing verdict gets 0. A right one gets 1 minus an eighth for each step between the strengths, and one
+    half if its strength is not 1, 2 or 3.
 
     Args:
       truth: signed strength; below 0: a is better. Not 0.
@@ -189,7 +189,7 @@ def reward(verdict: Verdict | None, form: Form, better: Side, strength: float | 
 
 
 def best_reward(form: Form) -> float:
-    """Return the most that a verdict of this form can earn."""
+    """Return the highest reward of a verdict of this form."""
     return 2.0 if form == "scores" else 1.0
 
 

@@ -128,7 +128,7 @@ class Candidate:
             self.lose(f"the candidate's answer is no plain data ({type(e).__name__})")
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return the function under test, which gives plain data."""
+        """Return the function under test, which returns plain data."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             value = self.call(name, args, kwargs, opaque=False)
@@ -139,7 +139,8 @@ class Candidate:
         return call
 
     def maker(self, name: str) -> Callable[..., Remote]:
-        """Return another name of the candidate, such as a class for making arguments: it gives objects only."""
+        """Return another name of the candidate, such as a class for making arguments; a call of it returns a handle of
+        the object."""
 
         def make(*args: Any, **kwargs: Any) -> Remote:
             made = self.call(name, args, kwargs, opaque=True)

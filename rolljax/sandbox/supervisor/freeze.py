@@ -37,7 +37,7 @@ class Frozen:
             if self._helper == 0:
                 _serve(theirs, inner)
         self.pid = int(self._answer() or -1)
-        """Number of our process in the name space; -1: there is none."""
+        """Id of our process in the name space; -1: it could not enter."""
 
     def stop(self) -> None:
         """Stop every process."""
@@ -50,7 +50,7 @@ class Frozen:
         self._signal(signal.SIGSTOP, stopped)
 
     def close(self) -> None:
-        """Take our process out of the name space."""
+        """End our process in the name space."""
         if self._helper > 0:
             kill(self._helper)
             os.waitpid(self._helper, 0)

@@ -30,11 +30,12 @@ class Used(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Processes by number."""
+    """The resources of all processes of a sandbox, by process id."""
 
     processes: dict[int, Used]
     whole: bool
-    """None can be missing, because the same ones were there before and after, and each of them was read."""
+    """Whether no process can be missing: the same processes existed before and after reading, and each of them was
+    read."""
 
     @property
     def resident(self) -> int:
@@ -50,11 +51,11 @@ class Look(NamedTuple):
 
 
 def look(proc: ProcFolder, pids: Callable[[], Collection[int]], guess: int = 0) -> Look:
-    """Read every process of a sandbox.
+    """Read the resources of every process of a sandbox.
 
     Args:
-      pids: who is there now.
-      guess: count what is slow to count and can only be guessed, too, up to this many bytes.
+      pids: returns the current process ids.
+      guess: also estimate kernel memory that is slow to count and only known approximately, up to this many bytes.
     """
     found: dict[int, Used] = {}
     for _ in range(ROUNDS):
