@@ -76,7 +76,7 @@ class ProgramWork:
     collectives: tuple[Collective, ...]
     kernels: tuple[Kernel, ...]
     unknown_loops: int
-    """Loops whose length only the run knows; they were counted as `trips` says."""
+    """Number of loops whose length is known only at run time; they count as `trips` iterations (`read`)."""
 
     @property
     def matmul_flops(self) -> float:
@@ -85,7 +85,7 @@ class ProgramWork:
 
     @property
     def hbm_bytes(self) -> float:
-        """Outside Pallas kernels."""
+        """HBM bytes read and written outside Pallas kernels."""
         return sum(nbytes * times for _, nbytes, times in self.ops)
 
 

@@ -5,8 +5,8 @@
     publish                    from the trainer's weights to the sampler's
     cast                       before it, where both have their own chips
 
-Whatever is in HBM while a program runs and is no argument of it is added to what the compiler says that the program
-needs: where trainer and sampler share their chips, all of the other's, unless the sampler sleeps.
+Arrays that are in HBM while a program runs, but are not its arguments, are added to the compiler's figure for the
+program. Where trainer and sampler share their chips, these are all arrays of the other one, unless the sampler sleeps.
 """
 
 from __future__ import annotations

@@ -48,15 +48,15 @@ class Time:
     hbm_s: float
     """Seconds of all operations, limited by the chip's memory (HBM) alone."""
     chip_s: float
-    """Every operation at the slower of the chip's peak and its memory, one after the other;."""
+    """Seconds of all operations in sequence, each limited by the slower of compute and memory."""
     hidden_ici_s: float
-    """Collectives that the compiler starts asynchronously;."""
+    """Seconds of the collectives that the compiler starts asynchronously."""
     exposed_ici_s: float
     """Seconds of the collectives that the compiler does not start asynchronously."""
 
     @property
     def step_s(self) -> float:
-        """Asynchronous collectives run behind the chip's work; the others, and nothing else, add to it."""
+        """Seconds of one execution. Asynchronous collectives overlap with the chip's work; the others add to it."""
         return max(self.chip_s, self.hidden_ici_s) + self.exposed_ici_s
 
 

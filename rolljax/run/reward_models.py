@@ -42,7 +42,7 @@ def keep(folder: RunFolder, phase: Phase, params: Params, algorithm_state: Mappi
     """Save the reward model of a phase that has ended in the run folder; all processes that hold it call this.
 
     Args:
-      params: of all critics, stacked. carry: what the phase's algorithm carried on at its end.
+      params: of all critics, stacked. algorithm_state: the state of the phase's algorithm after its last step.
     """
     mean, std = score_spread(algorithm_state)
     text = json.dumps({"mean": mean, "std": std}) + "\n"

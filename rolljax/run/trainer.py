@@ -91,11 +91,12 @@ class Trainer:
         """Compute credit and make all updates of step `step` of the phase.
 
         Args:
-          groups: the trajectories that take part. carry: what the step before returned; empty at first.
+          groups: the trajectories that take part. algorithm_state: from the result of the step before; empty in the
+            first step.
 
         Raises:
           NotFinite: a loss or gradient was not finite.
-          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
+          TrainerError: no token of these trajectories could be trained on, regardless of the rewards.
         """
         self._state, trained = self.phase_trainer.step(self.state, groups, algorithm_state, step)
         self._algorithm_state = dict(trained.algorithm_state)

@@ -125,7 +125,8 @@ class PrefillChunks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResultTokens:
-    """Sampled tokens of one dispatch, `[S, K]`, and what is known of each; see `rolljax.types.Sampled`."""
+    """Sampled tokens of one dispatch, `[S, K]`, with their log-probs, alternatives and experts; see
+    `rolljax.types.Sampled`."""
 
     tokens: jax.Array
     sampler_logp: jax.Array

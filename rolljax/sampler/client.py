@@ -40,7 +40,7 @@ HOLD_S = 5.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
-    """A request under way. `abort` ends it (from any thread); its completion then holds what was sampled so far."""
+    """A request under way. `abort` ends it (from any thread); its completion then holds the tokens sampled so far."""
 
     completion: asyncio.Future[Completion]
     abort: Callable[[], None]
@@ -103,7 +103,7 @@ class SamplerClient(Protocol):
         """Start to sample a continuation of `prompt_ids [P]`; call it from the event loop that waits for the result.
 
         Args:
-          address: up to 5 integers; equal addresses give equal noise, whatever else is running.
+          address: up to 5 integers; equal addresses give equal noise, independent of other requests.
           priority: lower is served first; equal ones in the order of their arrival.
           on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
           resume: tokens that an aborted request of the same prompt had sampled; sampling resumes after them.
@@ -136,9 +136,9 @@ class SamplerClient(Protocol):
         ...
 
     async def warm_up(self, done: Callable[[int, int], None]) -> None:
-        """Compile what requests of any length and settings can need (not `score`), one program after the other.
+        """Compile the programs for requests of any length and settings (except `score`), one after the other.
 
-        done: told how many programs of how many are compiled, before each and at the end.
+        done: called before each program and at the end with the number of compiled programs and their total.
         """
         ...
 
@@ -181,14 +181,14 @@ class SamplerClient(Protocol):
 
 
 class Sampler(SamplerClient):
-    """Continuous batching over an `Engine`, in a thread of its own.
+    """Continuous batching over an `Engine`, in a separate thread.
 
     Args:
       params: parameters as the engine wants them (see `trainer.publish`); None: `worker` has them.
       version: their policy version.
-      vocabulary: what tokens spell; needed for stop texts.
-      longest_prompt, multi_turn: what to compile programs for beforehand (default: everything; 0: nothing). The rest is
-        compiled when it is needed.
+      vocabulary: maps tokens to text; needed for stop texts.
+      longest_prompt, multi_turn: the requests for which programs are compiled in advance (`longest_prompt` None: all;
+        0: none). Other programs are compiled when first needed.
       worker: of the engine, where several processes share its calls (default: one of its own).
       sink: takes new weights for the worker (default: `DirectSink`).
     """
@@ -453,7 +453,7 @@ class Sampler(SamplerClient):
         self._flush()
 
     def _take_in(self) -> bool:
-        """Run what came in; blocks while there is nothing to do. False: time to close."""
+        """Run the calls in the inbox, waiting while there is nothing to do; return False when the sampler is closed."""
         idle, wait_s = not self._scheduler.busy, None
         while idle or self.inbox:
             try:

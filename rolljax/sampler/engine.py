@@ -149,7 +149,7 @@ class Engine:
         """Fill slots and draw their first tokens (one step).
 
         Args:
-          state: donated. logits_RV: what `prefill` returned; it can be drawn from again.
+          state: donated. logits_RV: the result of `prefill`; it can be sampled from again.
           truncate, top: see `sampling.draw`; True where any request needs it.
         """
         return self._insert(state, logits_RV, inserts, truncate, top)
@@ -363,7 +363,7 @@ class Engine:
 
 
 _SHARED = ("sampler_logp", "model_logp", "top_ids", "top_sampler_logp", "top_model_logp")
-"""Fields that a draw and a dispatch's result have in common."""
+"""Fields that the result of a draw and the result of a dispatch have in common."""
 
 
 def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
@@ -373,7 +373,7 @@ def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
 class EngineWorker:
     """The engine of one process, with its part of weights, decode state and logits.
 
-    What is returned on the device is not waited for. Call `set_params` and `init` first.
+    Methods return device arrays without waiting for them. Call `set_params` and `init` first.
     """
 
     def __init__(self, engine: Engine) -> None:

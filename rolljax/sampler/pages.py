@@ -171,7 +171,7 @@ class PageCache:
         return nodes
 
     def clear(self) -> None:
-        """Forget what all pages hold; pages in use stay with those who hold them."""
+        """Forget the contents of all pages. Pages in use stay with their holders."""
         self.epoch += 1
         stack = list(self._root.children.values())
         while stack:

@@ -1,4 +1,4 @@
-"""Requests, the prompts that wait, and what is prefilled next. Host logic of one thread.
+"""Requests, the queue of waiting prompts, and the choice of the next prefill. Host logic of one thread.
 
     wait -> queue -> started: it has pages -> prefilled chunk by chunk -> ready for slots
 
@@ -25,7 +25,7 @@ from rolljax.types import FinishReason, Sampled, SamplingParams
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A sequence to sample, and where it stands."""
+    """A sequence to sample, and its progress."""
 
     prompt_ids: np.ndarray
     params: SamplingParams
@@ -187,7 +187,7 @@ class PromptQueue:
         self._queue: list[tuple[tuple[int, int], QueuedPrompt]] = []
         """Prompts that are not prefilled yet, by their `queue_key`."""
         self._holders: collections.Counter[int] = collections.Counter()
-        """How many draw from the logits of a ticket yet."""
+        """Number of prompts that still need the logits of each ticket."""
 
     # ---- who waits
 
@@ -229,7 +229,7 @@ class PromptQueue:
         del self.prompts[prompt.data]
 
     def release(self, prompt: QueuedPrompt, requeue: bool = True) -> None:
-        """Take everything from a prompt that was started; what was computed stays in the cache."""
+        """Release the pages and logits of a started prompt. Computed keys and values stay in the cache."""
         cache = self._capacity.caches[prompt.shard]
         cache.unlock(prompt.locked)
         cache.release(prompt.pages)

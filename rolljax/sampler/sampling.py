@@ -43,7 +43,7 @@ def draw(
 ) -> Draw:
     """Draw the token at `position` of each row.
 
-    Temperature 0 takes the largest logit; its log-probs are those of the model's distribution.
+    Temperature 0 takes the largest logit; log-probs are then those of the model's distribution.
 
     Args:
       key_S2: uint32, see `fold_address`.

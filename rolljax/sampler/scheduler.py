@@ -32,11 +32,11 @@ FirstTokens = list[tuple[list[Request], ResultTokens]]
 
 
 class Scheduler:
-    """Continuous batching over an engine. Not thread-safe: one thread owns it.
+    """Continuous batching over an engine. Not thread-safe: only one thread may use it.
 
     Args:
       worker: with its weights set. version: their policy version.
-      vocabulary: what tokens spell; needed for stop texts.
+      vocabulary: maps tokens to text; needed for stop texts.
     """
 
     def __init__(self, worker: EngineWorker, version: int, vocabulary: Vocabulary | None = None) -> None:
@@ -76,7 +76,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Take in a request; `request.parts` may hold what it sampled before."""
+        """Add a request; `request.parts` may hold tokens that it sampled before."""
         request.order = self._order
         self._order += 1
         self.stats.requests += 1
@@ -89,7 +89,7 @@ class Scheduler:
             self._queue.wait(request)
 
     def abort(self, request: Request) -> None:
-        """End a request with what it has sampled so far; nothing if it has ended already."""
+        """End a request with the tokens sampled so far; do nothing if it has already ended."""
         if request.prompt is not None:
             self._queue.leave(request)
         elif request.slot >= 0 and self._running.get(request.slot) is request:
@@ -142,7 +142,7 @@ class Scheduler:
             cache.clear()
 
     def step(self) -> None:
-        """Admit what fits, decode one dispatch, hand out what came of it."""
+        """Admit the requests that fit, decode one dispatch, and deliver its results."""
         start = time.perf_counter()
         before = self.stats.prefill_s + self.stats.generate_s
         self._admit()
@@ -161,10 +161,10 @@ class Scheduler:
         return [*self._running.values(), *(r for p in self._queue.prompts.values() for r in p.members)]
 
     def warm_up(self, longest_prompt: int, multi_turn: bool) -> None:
-        """Compile what prompts up to that length need, with turns that extend them or without.
+        """Compile the programs for prompts up to this length, with or without turns that extend them.
 
-        What else comes (longer prompts, truncated distributions, likely tokens for a request alone, preemption) is
-        compiled when it comes.
+        Other programs (longer prompts, truncated distributions, likely tokens for a single request, preemption) are
+        compiled when first needed.
         """
         drawn = self.cfg.draw_variant(False, self.cfg.record_alternatives > 0)
         for program in self.programs(longest_prompt, multi_turn, (drawn,)):
@@ -441,7 +441,7 @@ class Scheduler:
         return None
 
     def _leave_slot(self, request: Request) -> None:
-        """Free the slot; what its pages hold stays in the cache."""
+        """Free the slot. The contents of its pages stay in the cache."""
         self._count_held()
         cache = self._capacity.caches[request.shard]
         del self._running[request.slot]

@@ -103,8 +103,8 @@ class SamplerConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages there are: `pages`, or enough for every slot: a prompt that is prefilled holds what its sequences take
-        over, but for its last page, which each of them copies."""
+        """Number of pages: `pages`, or enough to fill every slot. Sequences take over the pages of their prefilled
+        prompt except its last page, which each of them copies; hence one extra page per slot."""
         return self.pages or self.slots * (self.pages_per_sequence + 1)
 
     def mesh(self, trainer: Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -1,4 +1,4 @@
-"""The sampler's end of the way of weights: what a trainer pushes, and how a sampler takes it.
+"""The sampler's end of the weight transfer: snapshots pushed by a trainer, and how a sampler takes them.
 
 The trainer's end is a `run.weight_channel.WeightSource`.
 """
@@ -35,12 +35,13 @@ class WeightSink(Protocol):
         """Replace the weights in use by those of version `version`, which were prepared. Called between two dispatches.
 
         Raises:
-          SamplerError: weights of that version were not prepared, or what arrived is not what was sent.
+          SamplerError: weights of that version were not prepared, or the received weights differ from those that were
+            sent.
         """
 
 
 class DirectSink:
-    """Takes snapshots whose parts are already what the engine computes with (see `trainer.publish`)."""
+    """Takes snapshots whose parts already have the form in which the engine uses them (see `trainer.publish`)."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker

@@ -31,7 +31,7 @@ class Workload(Checked):
 
     @property
     def generation_speedup(self) -> float:
-        """Proposition 1: what asynchrony can win at most while generating, with as many samples as workers."""
+        """Largest speedup of generation by asynchrony, with as many samples as workers (Proposition 1)."""
         return (self.longest_s + self.generate_s) / self.generate_s
 
     def trainer_frac(self, async_ratio: float) -> float:

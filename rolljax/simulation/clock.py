@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _NextTimer(selectors.SelectSelector):
-    """Adds up what it is asked to wait for, in seconds, instead of waiting."""
+    """Selector that adds the seconds of each requested wait to a virtual clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -190,7 +190,7 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedPolicy:
-    """Answers of drawn lengths, through the simulated sampler."""
+    """Policy whose answers have random lengths and take time in the simulated sampler."""
 
     sampler: SimulatedSampler
     timings: Timings

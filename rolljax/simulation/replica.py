@@ -25,7 +25,7 @@ class SimulatedAnswer:
     priority: tuple[int, ...]
     """The lowest is served first."""
     group: tuple[int, int]
-    """Draw and stream of its prompt."""
+    """Prompt index and stream of its group."""
     prompt_tok: int
     """Number of tokens of the answer's context."""
     new_tok: int
@@ -128,7 +128,7 @@ class Replica:
             self._prefilled = {}
 
     def pause(self, seconds: float) -> None:
-        """Do something else for so long, from now on or behind what is done else."""
+        """Keep the replica busy with other work for `seconds`, from now or after other work already planned."""
         now = self._advance()
         self._until_s = max(self._until_s, now) + seconds
         self._look_soon()

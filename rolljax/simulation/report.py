@@ -14,7 +14,7 @@ import numpy as np
 from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime
 
 MAX_BARS = 128
-"""Slots that a timeline draws one by one; of more it draws how many are busy."""
+"""Most slots that a timeline draws individually; with more it draws the number of busy slots."""
 LINES = {
     "steps": "steps simulated",
     "step_s": "seconds of a step",

@@ -1,4 +1,4 @@
-"""Timings of TPU slices that are not there, from a model's shape and what is assumed of chips and links."""
+"""Timings of TPU slices that need not be present, from a model's shape and assumptions about chips and links."""
 
 from __future__ import annotations
 

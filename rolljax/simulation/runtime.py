@@ -191,7 +191,7 @@ def packed_tok(group: Sequence[Trajectory]) -> int:
 
 
 class RecordedAlerts:
-    """Keeps what the loop has to tell a person."""
+    """Keeps the loop's warnings instead of showing them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -203,7 +203,8 @@ class RecordedAlerts:
 
 
 class SimulatedRecorder:
-    """Keeps what a run would write: metrics rows in `rows`, token ages in `ages`, trained groups in `trained`."""
+    """Keeps in memory the data that a run would write: metrics rows in `rows`, token ages in `ages`, trained groups in
+    `trained`."""
 
     def __init__(self, runtime: SimulatedRuntime) -> None:
         self.progress, self.console, self._runtime = RunProgress(), RecordedAlerts(), runtime

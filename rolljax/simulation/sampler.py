@@ -1,4 +1,4 @@
-"""A sampler that only takes time: what waits, and which replica decodes it."""
+"""A sampler that computes nothing and only takes time: waiting answers, and the replica that decodes each."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SimulatedSampler:
     # ---- placing
 
     def _place_soon(self) -> None:
-        """Look for what can begin when all that happens now has happened."""
+        """Place waiting answers after all events of the current instant have been handled."""
         if not self._placing:
             self._placing = True
             asyncio.get_running_loop().call_soon(self._place)

@@ -21,7 +21,7 @@ class Distribution:
 
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
     """`lognormal`: `center` is the median, `spread` the standard deviation of the logarithm. `normal`: mean and
-    standard deviation; what would be negative is 0. `recorded`: one of `values`, times `center`."""
+    standard deviation, with negative values replaced by 0. `recorded`: a random one of `values`, times `center`."""
     center: Annotated[float, Range(low=0)] = 0.0
     """Location of the distribution, as defined by `kind`."""
     spread: Annotated[float, Range(low=0)] = 0.0
@@ -29,7 +29,7 @@ class Distribution:
     group_spread: Annotated[float, Range(low=0)] = 0.0
     """Standard deviation of the logarithm of a factor that all siblings of a group share."""
     group_values: tuple[float, ...] = ()
-    """Such factors; each group has one of them, in addition to the factor of `group_spread`."""
+    """Recorded group factors; each group has a random one of them, in addition to the factor of `group_spread`."""
     cap: Annotated[float, Range(low=0)] = math.inf
     """Upper bound of the values."""
     hang_frac: Annotated[float, Range(low=0, high=1)] = 0.0
@@ -37,7 +37,7 @@ class Distribution:
     hang: Annotated[float, Range(low=0)] = 0.0
     """Amount added to the share `hang_frac` of the values, even beyond `cap`."""
     values: tuple[float, ...] = ()
-    """Recorded values to draw from, for the kind `recorded`."""
+    """Values to sample from, for the kind `recorded`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,13 +90,13 @@ class EngineTimings:
     """
 
     replicas: Annotated[int, Range(low=1)] = 1
-    """Copies of the weights."""
+    """Number of replicas: each holds a copy of the weights."""
     step_s: Annotated[float, Range(low=0)] = 0.02
-    """Fixed seconds of every decode step, whatever its load."""
+    """Fixed seconds of every decode step, regardless of its load."""
     sequence_s: Annotated[float, Range(low=0)] = 0.0
-    """Added for each sequence."""
+    """Seconds added to a decode step for each sequence."""
     context_s: Annotated[float, Range(low=0)] = 0.0
-    """Added for each token of context."""
+    """Seconds added to a decode step for each token of context."""
     prefill_s: Annotated[float, Range(low=0)] = 0.0
     """Seconds to prefill one prompt token."""
     prefill_call_s: Annotated[float, Range(low=0)] = 0.0
@@ -104,12 +104,12 @@ class EngineTimings:
     prefill_sizes: tuple[int, ...] = ()
     """Padded lengths in tokens, ascending."""
     scheduling: Literal["queue", "group", "batch"] = "queue"
-    """`queue`: a free slot takes the answer at once whose group began first. `group`: all answers of a prompt go to one
-    replica, whose slots are free for others when the last of them is done (episodes have one turn). `batch`: answers
-    begin together, when all episodes wait for one, and no other does before all are done. The last two are there to be
-    compared with."""
+    """`queue`: a free slot immediately takes the answer whose group started first. `group`: all answers of a prompt go
+    to one replica, whose slots become free for others when the last of them is done (for episodes of one turn).
+    `batch`: answers start together, once all episodes wait for one, and no others start before all are done. `group`
+    and `batch` exist for comparison."""
     kv_tok: Annotated[int, Range(low=0)] = 0
-    """Tokens of context that a replica has room for (0: not known); where more were needed a warning says so."""
+    """Capacity of a replica in tokens of context (0: unknown). If the simulation needs more, a warning is shown."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -132,12 +132,12 @@ class EnvTimings(Checked):
     step_s: Distribution = Distribution()
     """Seconds of each action."""
     alike: bool = False
-    """The actions of an episode take as long as each other: `step_s` is drawn once for it. What is fitted to a run is
-    of this kind, for a run records the seconds of whole episodes; slow ones stay as slow as they were."""
+    """All actions of an episode take the same time: `step_s` is sampled once per episode. Timings fitted to a run use
+    this, because a run records the seconds of whole episodes; slow episodes thus stay slow."""
     score_s: Distribution = Distribution()
-    """Added to the last one."""
+    """Seconds added to the last action."""
     fail_frac: Annotated[float, Range(low=0, high=1)] = 0.0
-    """Episodes whose reset fails for good, after its time."""
+    """Share of episodes whose reset fails for good, after the seconds of the reset."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,8 @@ class PhaseTrainer:
         """Compute credit and make all updates of a step; return the new state and the step's result.
 
         Args:
-          groups: the trajectories that take part. carry: what the step before returned; empty at first.
+          groups: the trajectories that take part. algorithm_state: from the result of the step before; empty in the
+            first step.
 
         Raises:
           NotFinite: a loss or gradient was not finite. The state is then the one before that update.

@@ -29,7 +29,7 @@ address `[N, ADDRESS_LEN]`: of the noise of each sample."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ServedState:
-    """The engine's decode state, and what was drawn last in each slot, `[S]` each."""
+    """The engine's decode state, and the last sampled token of each slot with its log-prob, `[S]` each."""
 
     core: DecodeState
     token: jax.Array
