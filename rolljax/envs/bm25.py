@@ -38,7 +38,7 @@ class Bm25:
             ]
 
     def scores(self, query: str) -> dict[int, float]:
-        """Index -> score of every text that shares a word with the query; each word of the query counts once."""
+        """Return index -> score of every text that shares a word with the query; each word of the query counts once."""
         total: dict[int, float] = {}
         for word in sorted(set(words(query[:MAX_QUERY_CHARS]))):
             for i, score in self._postings.get(word, ()):

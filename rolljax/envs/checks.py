@@ -59,7 +59,7 @@ class Transcript:
 
 
 def reference(env: Env, turn: int) -> str:
-    """Play as the scripted player."""
+    """Return the reference answer: the scripted player."""
     return env.reference_answer()
 
 
@@ -88,12 +88,12 @@ def always(action: str) -> Act:
 
 
 def wrong_first(env: Env, turn: int) -> str:
-    """Answer nonsense first, then the reference answer."""
+    """Return nonsense in the first turn, then the reference answers."""
     return env.reference_answer() if turn else NONSENSE
 
 
 def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
-    """Play a whole episode in a new environment."""
+    """Play a whole episode in a new environment, and return its transcript."""
     env = spec.make()
     try:
         return follow(env, Transcript(task, [env.reset(task)], []), act)
@@ -102,7 +102,7 @@ def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
 
 
 def follow(env: Env, so_far: Transcript, act: Act) -> Transcript:
-    """Play the rest of an episode."""
+    """Play the rest of an episode, and return the transcript of all of it."""
     seen, results = list(so_far.seen), list(so_far.results)
     while not results or not over(results[-1]):
         _require(len(results) < MAX_STEPS, f"an episode of {so_far.task} has not ended after {MAX_STEPS} steps")
@@ -118,7 +118,7 @@ def over(result: StepResult) -> bool:
 
 
 def reference_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> str:
-    """Check that the scripted player solves every task in time; `reward`: its reward for each."""
+    """Check that the scripted player solves every task in time, with exactly this `reward` if one is given."""
     episodes = [play(spec, spec.task(i), reference) for i in range(num_tasks)]
     for e in episodes:
         last = e.results[-1]

@@ -74,7 +74,7 @@ class Wins:
 
     @property
     def share(self) -> float:
-        """Share of tasks that it solves."""
+        """Share of tasks that the answer solves."""
         return self.reference + self.hollow
 
 
@@ -133,14 +133,15 @@ class ConstantAnswerResults:
 
     @property
     def hole(self) -> Wins | None:
-        """The answer that solves most tasks without being the reference answer, where luck does not explain it."""
+        """The answer that solves most tasks without being the reference answer; None if luck can explain its wins."""
         worst = max(self.wins, key=lambda w: w.hollow)
         luck = at_least(round(worst.hollow * self.num_tasks), self.num_tasks, max(self.chance, 1 / self.num_tasks))
         return worst if luck < SURE else None
 
     @property
     def pays(self) -> Wins | None:
-        """The answer with the largest reward for being wrong, where it is much more than for other wrong answers."""
+        """The answer with the largest mean reward when wrong; None if that is not much more than for other wrong
+        answers."""
         best = max(self.wins, key=lambda w: w.reward)
         return best if best.reward > self.chance_reward + MUCH_REWARD else None
 

@@ -247,8 +247,8 @@ class DomainRunLimits(RunLimits):
 
 
 def shared_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide `total` items in proportion to `weights`, by largest remainders; of equal ones the first named is
-    first."""
+    """Divide `total` items in proportion to `weights`, by largest remainders; of equal remainders, the first in
+    `weights` is first."""
     whole = sum(weights.values())
     exact = {name: total * weight / whole for name, weight in weights.items()}
     found = {name: math.floor(x + 1e-9) for name, x in exact.items()}

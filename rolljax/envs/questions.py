@@ -115,7 +115,7 @@ class Questions(EnvSpec):
 
     @property
     def num_questions(self) -> int:
-        """Questions in the files."""
+        """Number of questions in the files."""
         return len(self._table())
 
     @property

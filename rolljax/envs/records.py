@@ -92,13 +92,13 @@ class Records(EnvSpec):
 
     @property
     def max_turns(self) -> int:
-        """Most messages of the assistant in one record."""
+        """Largest number of assistant messages in one record."""
         self._table()
         return _most_turns[self]
 
     @property
     def num_records(self) -> int:
-        """Records in the files."""
+        """Number of records in the files."""
         return len(self._table())
 
     @property
@@ -110,7 +110,7 @@ class Records(EnvSpec):
         return (complaint,) if complaint else ()
 
     def record(self, index: int) -> RecordedExample:
-        """Record `index` modulo their number.
+        """Return record `index` modulo the number of records.
 
         Raises:
           DataError: a row is no record. ConfigError: columns that are not found, or rows of more than one kind.
@@ -174,7 +174,7 @@ class RecordedExample:
 
     @property
     def content(self) -> str:
-        """All messages to the policy, as JSON: two records with the same ones are the same task."""
+        """All messages to the policy, as JSON: two records with the same messages are the same task."""
         told = [*self.initial_messages, *(m for a in self.answers for m in a.then)]
         return json.dumps([[m.role, m.content] for m in told], ensure_ascii=False)
 

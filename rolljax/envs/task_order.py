@@ -86,7 +86,7 @@ def _whole_order(num: int, seed: int) -> list[int]:
 
 
 def _enciphered(block: Any, bits: int, seed: int) -> Any:
-    """Encrypt a block of two words with Simon, an int or an array of them. bits: of a word."""
+    """Encrypt a block of two words, or an array of blocks, with Simon. bits: size of a word."""
     keys, mask = _round_keys(seed), (1 << bits) - 1
     left, right = block >> bits & mask, block & mask
     for first, second in zip(keys[::2], keys[1::2], strict=True):

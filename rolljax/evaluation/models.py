@@ -60,7 +60,7 @@ class EvaluatedModel(Protocol):
         ...
 
     def fatal(self) -> RolljaxError | None:
-        """Return why no further answer can be expected; empty otherwise."""
+        """Return the error because of which no further answer can be expected; None otherwise."""
         ...
 
     def inboxes(self) -> tuple[Sleeper, ...]:

@@ -289,7 +289,7 @@ def _row(
 
 
 def _deviation(tasks: Sequence[TaskScores]) -> float | None:
-    """See `Row.std`."""
+    """Return the standard deviation of `Row.std`."""
     solved = [task.solved for task in tasks]
     if len(solved[0]) < 2 or any(s is None for every in solved for s in every) or len({*map(len, solved)}) > 1:
         return None

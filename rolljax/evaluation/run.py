@@ -82,7 +82,7 @@ class Witness(Protocol):
     """Sees every answer before it is kept. Used from the event loop of the episodes."""
 
     def kept(self, key: Key) -> Trajectory | None:
-        """Return an existing answer, which need not be requested."""
+        """Return an existing answer, which need not be requested again; None if there is none."""
 
     async def look(self, trajectory: Trajectory) -> Trajectory:
         """Return the answer in the form to store.

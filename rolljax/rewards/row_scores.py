@@ -70,7 +70,7 @@ class RowScores:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a row."""
+        """Maximum number of tokens of a row."""
         return self._value.model.trunk.cfg.max_position
 
     async def score(self, tokens: np.ndarray) -> float:

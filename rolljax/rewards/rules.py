@@ -282,7 +282,8 @@ def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text, apart from its thinking, consists of; it may be in a code block."""
+    """Return the JSON object that the text after the thinking consists of, possibly in a code block; None if it is
+    none."""
     text = after_thinking(text).strip()
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json").strip()
@@ -296,7 +297,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_field(text: str, name: str) -> str | None:
-    """Return a field of `json_object` that is a text or a number, as a text."""
+    """Return a field of `json_object` as a text; None if it is missing or neither a text nor a number."""
     value = (json_object(text) or {}).get(name)
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 

@@ -35,7 +35,7 @@ class Scoring:
         self._before: collections.Counter[str] = collections.Counter()
 
     def scorer(self, task: Task) -> Scorer | None:
-        """Return the scorer of a task."""
+        """Return the scorer of a task; None: the environment's own reward stays."""
         return self._by_env.get(task.env, self._scorer)
 
     async def score(self, trajectory: Trajectory, last: int = -1) -> Trajectory:
@@ -131,7 +131,7 @@ def rewarded(trajectory: Trajectory, found: Reward, last: int = -1) -> Trajector
 
 
 def _checked(found: Reward, trajectory: Trajectory) -> Reward:
-    """Raise `EnvError` unless this is a valid reward."""
+    """Return the reward if it is valid, else raise `EnvError`."""
     if not isinstance(found, Reward):
         raise EnvError(f"the reward is a {type(found).__name__}, not a Reward", stage=STAGE)
     for name, value in [("the reward", found.value), *found.parts.items(), *(("a turn", x) for x in found.by_turn)]:

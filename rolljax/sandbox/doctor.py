@@ -81,7 +81,7 @@ FORKS = "import os, time\nwhile os.fork(): pass\ntime.sleep(3)"
 
 
 def main() -> int:
-    """Print the table; 0 when untrusted code can be run here."""
+    """Print the table; return 0 if untrusted code can be run here, else 2."""
     rows = examine()
     width = max(len(row.name) for row in rows)
     for row in rows:

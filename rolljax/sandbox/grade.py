@@ -115,7 +115,8 @@ def _grade(
     profile: Profile,
     host: SandboxHost,
 ) -> GradeResult:
-    """Start both sandboxes on the two ends of a socket and wait for the verdict of the tests' side."""
+    """Start both sandboxes on the two ends of a socket, wait for the verdict of the tests' side, and return the
+    result."""
     start = time.monotonic()
     ours, theirs = socket.socketpair()
     out_r, out_w = os.pipe()

@@ -143,7 +143,7 @@ class Launcher:
             raise InfraError(f"the sandbox supervisor is gone: {e}") from e
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Send and wait for the answer."""
+        """Send a message to the supervisor, and return its answer."""
         number, arrived = next(self._numbers), threading.Event()
         self._answers[number] = arrived
         self.tell(**message, id=number)

@@ -274,7 +274,7 @@ class _Idle:
         self._filling = False
 
     def take(self) -> Sandbox | None:
-        """Return a waiting sandbox, if there is one; others are started in the background."""
+        """Return an idle sandbox, None if there is none; new idle ones are started in the background."""
         with self._lock:
             if not self._filling:
                 self._filling = True
@@ -304,7 +304,7 @@ _idle_lock = threading.Lock()
 
 
 def _take_warm(host: SandboxHost, profile: Profile) -> Sandbox | None:
-    """Return an idle sandbox of `profile`; idle ones of another profile are ended."""
+    """Return an idle sandbox of `profile`, None if there is none; idle ones of another profile are ended."""
     if not host.config.warm:
         return None
     with _idle_lock:

@@ -146,7 +146,7 @@ class OpenEnvEnv(Env):
         return shown(data.get("observation"), self._spec.text_key)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send, and the data of the observation that comes back.
+        """Send a message; return the data of the observation that answers it.
 
         Raises:
           InfraError: no answer, none that can be read, or the server has no room or lost its worker.
@@ -184,7 +184,7 @@ def shown(observation: Any, text_key: str) -> tuple[Message, ...]:
 
 
 def _flag(data: Mapping[str, Any], name: str) -> bool:
-    """Return an optional flag."""
+    """Return the value of an optional flag; False if it is missing or null."""
     return data.get(name) is not None and flag(data[name], name)
 
 

@@ -308,7 +308,8 @@ class _Letters(tuple[str, ...]):
 
 
 def _mended(family: str, dataset: Any) -> Any:
-    """Fix the data set: make its order equal in all processes, and replace `eval`."""
+    """Return the data set after fixes: its order is the same in all processes, and the scorers of `LITERALS` read only
+    literals."""
     if family in LITERALS:
         vars(importlib.import_module(type(dataset).__module__))["eval"] = ast.literal_eval
     if family in ("isomorphic_strings", "ransom_note"):

@@ -178,7 +178,7 @@ def _listed(want: Sequence[str], got: Sequence[str]) -> Sequence[tuple[str, str]
 
 
 def _compare_one(reference: str, answer: str) -> bool | None:
-    """Compare two texts that each state one value."""
+    """Return whether two texts that each state one value are equal; None if plain rules cannot decide."""
     if _tight(reference) == _tight(answer):
         return True
     if _BASE.search(reference) or _BASE.search(answer):

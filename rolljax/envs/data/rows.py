@@ -111,7 +111,7 @@ class InMemoryRows:
 
 
 def in_memory(rows: InMemoryRows | Iterable[Mapping[str, Any]] | None) -> InMemoryRows | None:
-    """Wrap rows in the type that an environment keeps in its settings."""
+    """Wrap rows in the type that an environment keeps in its settings; return None for None."""
     return rows if rows is None or isinstance(rows, InMemoryRows) else InMemoryRows(rows)
 
 
@@ -348,7 +348,7 @@ class _JsonArray(_JsonRows):
         self._at = end
 
     def _more(self) -> bool:
-        """Widen the window, at its least by a block; False at the file's end."""
+        """Read more text into the window, at least one block; return False at the end of the file."""
         self._window, self._at = self._window[self._at :], 0
         if len(self._window) > MAX_ROW_BYTES:
             raise self._fault(f"it is not JSON, or has more than {MAX_ROW_BYTES:,} bytes")

@@ -52,7 +52,7 @@ class Table(Generic[T]):
         return len(self._good)
 
     def record(self, index: int) -> T:
-        """Record `index` modulo their number."""
+        """Return record `index` modulo the number of records."""
         return self._read_row(index, self._read)
 
     def row(self, index: int) -> Row:

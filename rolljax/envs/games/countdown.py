@@ -104,7 +104,7 @@ class CountdownEnv(Game[Countdown]):
 
     @property
     def _last(self) -> bool:
-        """A single answer ends the episode, right or wrong: it is not cut."""
+        """Whether the only answer of an episode ends it, right or wrong, so that the episode is never cut."""
         return self._spec.max_turns == 1
 
     def _reference_answer(self) -> str:

@@ -124,7 +124,7 @@ def _ways(move: str) -> list[str]:
 
 
 def _crossing(lake: Sequence[str], start: Cell) -> list[tuple[Cell, str]] | None:
-    """Return cells and moves of a shortest path to the goal."""
+    """Return the cells and moves of a shortest path to the goal; None if there is none."""
 
     def moves(cell: Cell) -> list[tuple[str, Cell]]:
         ways = ((name, _after(cell, name, len(lake))) for name in MOVES)

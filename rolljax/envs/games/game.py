@@ -52,7 +52,7 @@ class Game(PureEnv, Generic[S]):
 
     @abc.abstractmethod
     def _play(self, action: str) -> Outcome:
-        """Take an answer of at most `MAX_ANSWER` characters."""
+        """Apply an answer of at most `MAX_ANSWER` characters, and return its outcome."""
 
     @abc.abstractmethod
     def _reference_answer(self) -> str:
@@ -115,5 +115,5 @@ def unboxed(action: str, boxed: bool) -> str | None:
 
 
 def number(text: str | None) -> int | None:
-    """Parse a decimal number of at most nine ASCII digits, and nothing else."""
+    """Parse a text that is a decimal number of at most nine ASCII digits; return None for any other text."""
     return int(text) if text is not None and _NUMBER.fullmatch(text) else None

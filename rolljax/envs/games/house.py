@@ -162,7 +162,8 @@ class HouseEnv(Game[House]):
         return self._go_and(place, f"put {thing} in {place}")
 
     def _search(self) -> str:
-        """Look into a shut place here, then walk to the next room with unseen places."""
+        """Return the next action of a search: open an unseen place of this room, else walk to the next room that has
+        one."""
         for place in ROOMS[self._room]:
             if place not in self._seen:
                 return f"open {place}"

@@ -163,7 +163,7 @@ class Level:
         return to, boxes
 
     def solve(self, state: State) -> list[tuple[State, str]] | None:
-        """Return a shortest solution: states, and the move to make in each."""
+        """Return a shortest solution: states, and the move to make in each; None if there is none."""
         far = self.pushes()
 
         def moves(state: State) -> list[tuple[str, State]]:

@@ -206,7 +206,8 @@ class Dispatcher:
         self._worker_slots = [s for i, s in enumerate(self._worker_slots) if i < number or s.worker is not None]
 
     def _leaving(self) -> list[PoolWorker]:
-        """Mark workers to end with their last episode when fewer, or smaller ones, are allowed."""
+        """Return the workers that must end with their last episode, because fewer or smaller workers are allowed
+        now."""
         surplus = [s.worker for s in self._worker_slots[self._link.num_workers :] if s.worker is not None]
         oversized = [w for w in self._workers.values() if self._link.is_oversized(w.generation) and w not in surplus]
         return surplus + oversized

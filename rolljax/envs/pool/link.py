@@ -30,7 +30,7 @@ class WorkerLink(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Most workers that there may be now; it may change."""
+        """Maximum number of workers at present; it can change over time."""
 
     def is_oversized(self, generation: int) -> bool:
         """Return whether a worker holds more resources than one started now would."""

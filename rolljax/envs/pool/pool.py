@@ -46,7 +46,7 @@ class Backend(Protocol):
 
     @property
     def blame(self) -> Blame | None:
-        """Crashes by task; None where a crash would end this process."""
+        """Crashes by task; None if a crash of an episode would end this process."""
 
     def slot(self) -> EpisodeSlot: ...
     def close(self) -> None: ...
@@ -266,7 +266,7 @@ class Episode:
         return value
 
     def _expire(self) -> None:
-        """Return whether the wall clock of the episode has run out."""
+        """Fail the episode, which was open for longer than `episode_s`, and close it."""
         limit_s = self._pool.cfg.episode_s
         text = f"an episode of {self._pool.spec.name} was open for more than PoolConfig.episode_s = {limit_s:g} s"
         self._fault = self._fault or EnvError(text, stage="episode")

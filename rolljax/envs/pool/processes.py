@@ -274,7 +274,7 @@ class ProcessLink:
 
 
 def _why(code: int | None, rest: int) -> tuple[str, Cause]:
-    """Explain an exit code, and name its cause."""
+    """Return the explanation of an exit code, and its cause. rest: bytes of an incomplete line from the worker."""
     if code is None:
         return "it could not be forked", "machine"
     cut = f", in the middle of a line ({rest} bytes of it came)" if rest else ""

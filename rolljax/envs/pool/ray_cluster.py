@@ -95,7 +95,7 @@ class RayCluster:
             return share
 
     def leave(self, share: Share) -> None:
-        """Return a share. The last pool to leave disconnects from the cluster if a pool had connected."""
+        """Give up a pool's share. The last pool to leave disconnects from the cluster if a pool had connected."""
         import ray
 
         with self._lock:

@@ -130,10 +130,8 @@ class _Connection:
         self._task: concurrent.futures.Future[None] | None = None
 
     def started(self) -> _Connection:
-        """Connect.
-
-        Raises:
-          InfraError: the server does not start.
+        """Connect. Raises:
+        InfraError: the server does not start.
         """
         self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
         with contextlib.ExitStack() as on_failure:

@@ -131,7 +131,8 @@ def _write_file(box: Sandbox, limits: ToolLimits, path: str, text: str) -> ToolR
 
 
 def _failed(box: Sandbox, error: EnvError) -> ToolResult:
-    """Report a file that cannot be read or written to the policy; a failed machine raises."""
+    """Raise a `ToolError`, which the policy sees, for a file that cannot be read or written; raise other errors
+    again."""
     if type(error) is not EnvError:
         raise error
     raise ToolError(str(error)) from error

@@ -128,7 +128,7 @@ class JudgedAnswers:
         return verdict.complete if verdict is not None else not self._answers.answers[key].turns
 
     def verdict(self, key: Key) -> Judged | None:
-        """Return the verdicts on an answer."""
+        """Return the stored verdicts on an answer; None if there are none."""
         record = self.log.get(_address(key))
         return record and Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
 

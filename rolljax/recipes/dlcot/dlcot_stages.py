@@ -143,7 +143,8 @@ class _Deconstruction:
         return Trace(parts[0] + parts[1], solutions, steps, parts[4], named, errors, spans, clusters)
 
     async def _split(self, prompt: str, text: str, names: Sequence[str] | str) -> list[str] | None:
-        """Split a text exactly as the model proposes: into named parts, or into numbered ones."""
+        """Split a text exactly along the model's proposal, into named parts or into numbered ones; None if no proposal
+        is usable."""
 
         def parse(answer: str) -> list[str] | None:
             headings, bodies = sections(answer)
@@ -294,7 +295,8 @@ def _whole(value: Any, most: int) -> int | None:
 
 
 def _labels(said: Any, solutions: Sequence[str]) -> list[tuple[str, bool, tuple[str, ...]]] | None:
-    """Parse label, error and spans of every solution; only spans that quote the solution count."""
+    """Parse label, error and spans of every solution; spans that do not quote the solution are dropped. None: the
+    answer is not usable."""
     found = said.get("solutions")
     if not isinstance(found, list) or len(found) != len(solutions):
         return None
@@ -309,7 +311,7 @@ def _labels(said: Any, solutions: Sequence[str]) -> list[tuple[str, bool, tuple[
 
 
 def _clusters(said: Any, num: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the clusters; every number is in exactly one."""
+    """Return the clusters; every number from 1 to `num` is in exactly one. None: the answer is not usable."""
     found = said.get("clusters")
     if not isinstance(found, list) or not all(isinstance(c, list) and c for c in found):
         return None

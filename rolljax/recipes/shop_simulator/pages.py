@@ -97,7 +97,8 @@ class ShopPages:
         return attributes + (SUB_PAGES[1:] if self.style == "full" else ())
 
     def search(self, view: PageView, query: str, order: Sequence[float]) -> bool:
-        """Look for `query`. Products of equal score come by `order[product]`. False: cannot be done here."""
+        """Search for `query`; products of equal score are ordered by `order[product]`. Return False if this page has no
+        search."""
         if view.page not in ("index", "results") or not query.strip():
             return False
         scores = self.goods.index.scores(query)
@@ -106,7 +107,7 @@ class ShopPages:
         return True
 
     def click(self, view: PageView, name: str) -> bool:
-        """Click anything but `buy`. False: there is no such thing here."""
+        """Click a link or button other than `buy`. Return False if this page does not have it."""
         numbered, buttons = self.numbered(view), self.buttons(view)
         if re.fullmatch("[0-9]{1,4}", name) and 1 <= int(name) <= len(numbered):
             name = numbered[int(name) - 1]

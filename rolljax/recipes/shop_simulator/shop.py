@@ -147,7 +147,7 @@ class Shop(EnvSpec):
 
     @property
     def turns_needed(self) -> int:
-        """Turns of a buyer who finds the right product of a family last."""
+        """Turns that a perfect buyer needs if the right product is the last one of its family."""
         slots = self.num_attributes + self.num_options + 1
         asks = math.ceil(slots / self.answers_per_ask) if self.dialogue else 0
         in_vain = {"row": 0, "item": 2, "page": 4}[self.shown] * (self.family_size - 1)

@@ -39,7 +39,7 @@ class Wish:
 
     @property
     def slots(self) -> dict[str, str]:
-        """All wishes except the type: slot -> value, the budget last."""
+        """All parts of the wish except the type: slot -> value, the budget last."""
         return {**self.attributes, **self.options, BUDGET: str(self.budget)}
 
     @property

@@ -135,7 +135,8 @@ class TravelDeskEnv(PureEnv):
         return desk_tools(self._spec.num_cities, self._spec.num_pois, self._spec.seed)
 
     def reference_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
-        """Look up everything the itinerary is made of, one thing after the other."""
+        """Return the next call of the reference player, who looks up every part of the itinerary in turn; None after
+        the last."""
         w, trip = self._wanted, self._trip
         means = "train_search" if trip.transport.startswith("T") else "flight_search"
         points = [f"{w.city}:station", *(s.poi for s in trip.stops), trip.hotel]

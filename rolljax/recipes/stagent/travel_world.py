@@ -132,7 +132,7 @@ class World:
         self.index = Bm25([f"{title} {text}" for title, text in self.pages])
 
     def point(self, id: str) -> tuple[str, int, int] | None:
-        """Return city and coordinates of a poi or hotel."""
+        """Return city and coordinates of a poi or hotel; None if there is no such id."""
         found = self.pois.get(id) or self.hotels.get(id)
         return (found.city, found.x, found.y) if found else None
 

@@ -122,7 +122,7 @@ class Judging(EnvSpec):
         return JudgingEnv(self)
 
     def read(self, text: str) -> Verdict | None:
-        """Parse the verdict of an answer."""
+        """Parse the verdict of an answer; None if it has none."""
         return verdicts.read(text, self.verdict, self.wording)
 
     def final_answer(self, task: Task, text: str) -> str | None:

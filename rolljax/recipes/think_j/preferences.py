@@ -88,7 +88,7 @@ class Preferences(Judging):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs in the files."""
+        """Number of pairs in the files."""
         return len(self._table())
 
     def warnings(self) -> Sequence[str]:

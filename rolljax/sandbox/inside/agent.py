@@ -36,7 +36,7 @@ Reply = tuple[dict[str, Any], bytes]
 
 
 def parents() -> dict[int, int]:
-    """Process -> parent."""
+    """Return the parent of every process, by process id."""
     table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -289,7 +289,7 @@ class Agent:
 
 def exchange(pid: int, stdin: int, kept: dict[int, HeadTail], data: bytes, deadline: float) -> tuple[int, bool]:
     """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up, without
-    waiting for its background processes. Closes the descriptors."""
+    waiting for its background processes; return the exit status and whether the time was up. Closes the descriptors."""
     poll = select.poll()
     for fd in (stdin, *kept):
         os.set_blocking(fd, False)

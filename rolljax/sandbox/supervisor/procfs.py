@@ -42,7 +42,7 @@ def real_uid(pid: int) -> int:
 
 
 def process_table() -> dict[int, tuple[int, int]]:
-    """Process -> parent, session."""
+    """Return parent and session of every process, by process id."""
     table = {}
     for pid in pids():
         try:

@@ -25,7 +25,7 @@ class SandboxSlots:
         self.generation: dict[int, int] = {}
 
     def lock(self, number: int) -> bool:
-        """Try to take the lock of a slot."""
+        """Try to take the lock of a slot; return whether that succeeded."""
         path = os.path.join(self.folder, f"slot-{number}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -141,7 +141,7 @@ class Supervisor:
                 watch_at = now + self.watch()
 
     def take_message(self) -> bool:
-        """Handle one message; False when the host is gone."""
+        """Handle one message of the host; return False if the host is gone."""
         space = socket.CMSG_LEN(MAX_FDS * 4)  # recv_fds cannot ask for close-on-exec
         data, extra, _, _ = self.sock.recvmsg(MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
         fds = [fd for _, _, part in extra for fd in array.array("i", part)]
