@@ -110,11 +110,11 @@ class Checkpoints:
             return RunProgress(**json.loads(path.read_text()), waiting=path.with_name(WAITING).read_text())
 
     def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
-        """Return the train state, placed as `shardings` say, on any mesh."""
+        """Return the train state with the given shardings, on any mesh."""
         return read(self.folder / name, abstract, shardings)
 
     def params(self, name: str, abstract: Params, shardings: Params) -> Params:
-        """Return the policy's parameters alone, placed as `shardings` say; the rest of the state is not read."""
+        """Return only the policy's parameters, with the given shardings; the rest of the state is not read."""
         return read_part(self.folder / name, ("policy", "params"), abstract, shardings)
 
     def find(self, step: Step) -> Saved:
@@ -186,8 +186,8 @@ def _serial(name: str) -> int:
 def write(path: Path, tree: Any, texts: dict[str, str]) -> None:
     """Commit arrays and small files as folder `path`, with a manifest; the processes that hold the arrays all call it.
 
-    Each process writes its parts. When Orbax says that all are written, the first one writes the manifest, has the disk
-    take everything, and gives the folder its name.
+    Each process writes its parts. After Orbax reports that all parts are written, the first process writes the
+    manifest, syncs everything to disk, and renames the folder to `path`.
 
     Raises:
       StorageError, CheckpointError: it cannot be written; earlier checkpoints are unchanged.
@@ -214,8 +214,8 @@ def _give_back_memory() -> None:
 
 
 def read(path: Path, abstract: Any, shardings: Any) -> Any:
-    """Read the arrays of a folder that `write` made, placed as `shardings` say; all processes that hold them must call
-    it."""
+    """Read the arrays of a folder that `write` made, with the given shardings; all processes that hold the arrays must
+    call this."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
@@ -227,7 +227,7 @@ def read(path: Path, abstract: Any, shardings: Any) -> Any:
 
 
 def read_part(path: Path, keys: Sequence[str], abstract: Any, shardings: Any) -> Any:
-    """Read the arrays below `keys` in a folder that `write` made, placed as `shardings` say."""
+    """Read the arrays below `keys` in a folder that `write` made, with the given shardings."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)

@@ -80,7 +80,7 @@ not started may differ too, and `steps` of the current phase (`RunFolder.prepare
 _OF_CALLS = re.compile(
     r"reward\b.*\.(url|key_env|timeout_s|retries|backoff_s|concurrency|deadline_s|max_calls|down_after|probe_s|outage_s)"
 )
-"""Settings of rewards that say where and how judges are called. They may differ too."""
+"""Settings of rewards about the calls of judges (address, retries, limits). They may differ too."""
 _OURS = (RESOLVED, "a run folder", "--run_dir")
 """Arguments of `check_ours`."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
@@ -147,7 +147,7 @@ class RunFolder(RunReader):
           config: a `config.Loaded`. fresh: delete an earlier run first.
 
         Returns:
-          What the user should know about settings that were changed.
+          Notes for the user about settings that were changed.
 
         Raises:
           ConfigError: the folder holds something else, or a run with other settings. CheckpointError: it is damaged.
@@ -171,10 +171,10 @@ class RunFolder(RunReader):
         return notes
 
     def keep_template(self, template: str | None) -> None:
-        """Keep the chat template of the run for whatever reads it later; None: it is the one of the model's folder.
+        """Store the chat template of the run for later readers. None: the run uses the template of the model's folder.
 
         Raises:
-          ConfigError: the run has steps that were made with another one.
+          ConfigError: the run has steps that were made with another template.
         """
         path = self.path / TEMPLATE
         stored = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -238,7 +238,8 @@ class RunFolder(RunReader):
             return stored
 
     def _check_same(self, config: Any) -> list[str]:
-        """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""
+        """Raise `ConfigError` if a changed setting applies to steps that are already done; otherwise return notes for
+        the user."""
         changes = self.changes(config)
         notes: list[str] = []
         saved = self.latest(notes.append) if changes else None
@@ -316,7 +317,8 @@ class RunFolder(RunReader):
 
         Args:
           warn: receives a sentence for each file of earlier steps that is missing or has changed.
-          recorded: what these were when the checkpoint was saved (`recorded`). keep_rollouts: see `retain`.
+          recorded: lengths and SHA-256 of these files when the checkpoint was saved (`recorded`). keep_rollouts: see
+            `retain`.
 
         Raises:
           CheckpointError: a pipe, a folder or a device has the name of one of these files.
@@ -341,7 +343,8 @@ class RunFolder(RunReader):
             warn(f"warning: {problem}")
 
     def _changed_files(self, keep: int | None) -> list[str]:
-        """Return what is wrong with files of rollouts. Where only the newest are kept the oldest may be missing."""
+        """Describe missing and changed files of rollouts, a sentence each. If only the newest files are kept, older
+        ones may be missing."""
         digests = {row["step"]: row.get("rollouts") for row in self.rows(CONSUMED)}
         written = [step for step, sha256 in digests.items() if sha256 and isinstance(sha256, str)]
         if keep is not None:
@@ -404,7 +407,7 @@ class RunFolder(RunReader):
 
         Args:
           state_sha256: the fingerprint of the whole train state.
-          keep_rollouts: so many of the newest files of rollouts stay (None: all).
+          keep_rollouts: number of newest files of rollouts to keep (None: all).
         """
         from rolljax.storage import model_card
         from rolljax.storage.curves import draw

@@ -128,7 +128,7 @@ class Use:
     sizes: Mapping[str, float]
     """Bytes by name of arguments, results and all other live arrays; gradients are a part of the temporaries."""
     activations: float
-    """An estimate of what a backward pass keeps, from the widths of the layers."""
+    """Estimated bytes saved for the backward pass, from the widths of the layers."""
     compiled: float | None = None
     """Arguments, results and temporaries by XLA's analysis (None: not compiled)."""
 
@@ -286,7 +286,7 @@ def _fewer_pages(resolved: ResolvedRecipe, pool: float, over: float) -> str:
 
 @contextlib.contextmanager
 def explained(account: Account) -> Iterator[None]:
-    """Turn the end of memory, whoever meets it, into an error of ours that shows the account.
+    """Turn an out-of-memory error of XLA or the host into an `OutOfMemory` that shows the account.
 
     Raises:
       OutOfMemory: memory ran out inside.

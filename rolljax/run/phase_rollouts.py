@@ -99,7 +99,8 @@ class PhaseRollouts:
         return True
 
     async def measure(self, trainer: LoopTrainer) -> None:
-        """Tell the mixture's rule how student and teacher stand, if it asks before this step."""
+        """Measure the perplexities of student and teacher for the mixture's rule, if the rule needs them before this
+        step."""
         step = self._progress.step
         if self._shares is None or not (tasks := self._shares.asks(step)):
             return
@@ -131,7 +132,7 @@ class PhaseRollouts:
         self._finished(await self._group(self._tasks[entry.prompt_index], entry.prompt_index, spare, barrier))
 
     def _ended(self, running: asyncio.Task[None]) -> None:
-        """Wake up `take`, which raises what went wrong."""
+        """Store the error of a group that failed, and wake up `take`, which raises it."""
         if not running.cancelled() and self._error is None:
             self._error = running.exception()
         self._changed.set()
@@ -241,7 +242,8 @@ class PhaseRollouts:
     # ---- what a step leaves behind
 
     def end_step(self, step: StepGroups, report: MetricsReport) -> ConsumedStep:
-        """Learn from how a step's episodes went where the next ones start; note in the progress what comes next.
+        """Update the start states from a step's episodes, and record in the progress the state from which the next step
+        continues.
 
         Args:
           report: gets the metrics of the step's groups.

@@ -136,7 +136,7 @@ class EpisodePlayer:
         return [t for group in done for t in group.trajectories]
 
     def state(self) -> str:
-        """Say where the work stands: episodes by step, the sampler, the environments."""
+        """Describe the current work: episodes by step, the sampler, the environments."""
         load, did, stats = self._sampler.load(), self._sampler.stats, self.pool.stats
         idle = "asleep" if self._sampler.asleep else "idle"
         sampler = f"{load.running} running, {load.waiting} waiting" if load.running or load.waiting else idle

@@ -23,7 +23,7 @@ _OF_TRAINING = ("env", "phases", "reward", "agent", "filters", "domains", "track
 
 @dataclasses.dataclass(frozen=True)
 class _NoTasks(EnvSpec):
-    """Stands for the environment of a run where only its policy is used."""
+    """Placeholder for the environment where only the policy of a run is used."""
 
     @property
     def name(self) -> str:

@@ -45,10 +45,10 @@ PROBED_AT_ONCE = 32
 TEMPLATE_DAY = "2024-07-26"
 """The date in prompts of runs; the default of Llama 3's templates."""
 CPU_MICRO_TOK, DEVICE_MICRO_TOK = 1024, 16_384
-"""Tokens of a micro-batch where the recipe does not say: of all CPU devices together; of each other device, at most."""
+"""Default tokens of a micro-batch: for all CPU devices together; at most for each device of another kind."""
 ACTIVATIONS_FRAC = 0.25
 SMALL_MEMORY = 16 << 30
-"""Bytes of a device that does not say how much it has."""
+"""Bytes assumed for a device that does not report its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +89,15 @@ class Preflight(ResolvedRecipe):
 
 
 def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> ResolvedRecipe:
-    """Check what needs no weights, no tokenizer and no environment.
+    """Check everything in a recipe that can be checked without weights, tokenizer and environment.
 
     Args:
-      devices: default: all there are.
+      devices: None: all devices.
 
     Raises:
-      ConfigError: a mesh that does not divide or leaves a process out, a context that the model does not have.
-      CheckpointError: an unreadable `config.json`.
+      ConfigError: the mesh does not divide the devices or leaves a process out, or the context is longer than the
+        model's.
+      CheckpointError: `config.json` is unreadable.
     """
     mesh, sampler_mesh = meshes(recipe, devices)
     if devices is None and jax.process_count() > 1 and mesh.size < jax.device_count():
@@ -265,7 +266,7 @@ def check(recipe: Recipe) -> Preflight:
 
 
 def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
-    """Raise `ConfigError` where the chat template cannot write what an environment answers."""
+    """Raise `ConfigError` if the chat template cannot render the messages with which an environment answers."""
     try:
         chat.delta_ids(reply, closed=True)
     except ConfigError as e:
@@ -280,8 +281,7 @@ def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
 def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
     """Return the tokenizer of a recipe's model with the chat template that its episodes are rendered with.
 
-    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on the day on which a run is
-    resumed.
+    Templates that write the date write `TEMPLATE_DAY`: samples must not depend on the day on which a run is resumed.
 
     Args:
       run: a run folder of the recipe, which keeps the template of its first step. A recipe with another
@@ -329,17 +329,17 @@ class Probed:
     replies: list[tuple[Message, ...]]
     """Messages with which some of the tasks reply to a first action."""
     references: list[ReferenceAnswer]
-    """The answers that a phase would imitate, where one does."""
+    """The reference answers that a phase would imitate; empty if no phase does."""
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
-    """Start `tasks` and return what was found; a task that does not start is left out.
+    """Start `tasks` and return the findings; a task that does not start is left out.
 
-    They are played through a pool of the recipe's own kind: whatever an environment does when it starts, it does not
-    do it to this process.
+    The tasks are played through a pool of the recipe's kind. An environment that runs in worker processes thus cannot
+    harm this process when it starts.
 
     Raises:
-      EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
+      EnvError: no task starts. ConfigError: a phase needs pairs, and the environment has none.
     """
     pool, scoring = open_pool(recipe.pool, recipe.env), None
     firsts = {task.env: task for task in reversed(tasks)}

@@ -153,7 +153,7 @@ class Recorder:
         self._saved = copy.deepcopy(self.progress)
 
     def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """Put the held-out reward at a border of phases on record: at the `start`, or behind phase `name`."""
+        """Record the held-out reward at the `start` or after phase `name`."""
         progress = self.progress
         mean = mean_reward(trajectories)
         entry = {"phase": name, "step": progress.total_steps, "mean": mean, "n": len(trajectories)}
@@ -163,7 +163,7 @@ class Recorder:
         self.show_evaluation(trajectories)
 
     def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None:
-        """Show the held-out reward, and what a good and a bad answer look like."""
+        """Show the held-out reward, and a good and a bad answer as examples."""
         if self.trackers:
             self.trackers.text(self.progress.total_steps, "heldout/answers", answers_text(trajectories))
         self.console.say(f"held-out reward {mean_reward(trajectories):.3f} of {len(trajectories)} tasks")

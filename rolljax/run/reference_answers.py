@@ -52,13 +52,13 @@ async def read(episode: Episode, task: Task, max_turns: int, *, play: bool) -> R
 
 
 def check(env: EnvSpec, answers: Sequence[ReferenceAnswer], chat: Chat, max_answer_tok: int) -> Sequence[str]:
-    """Check reference answers; return what is worth a warning.
+    """Check reference answers; return warnings.
 
     Args:
       max_answer_tok: most tokens of one answer; a trajectory with a longer one is lost.
 
     Raises:
-      DataError: an answer is worth nothing, or less, to the environment's own reward.
+      DataError: the environment's own reward of an answer is 0 or negative, and its task does not count as solved.
       ConfigError: most answers are too long.
     """
     for a in answers:

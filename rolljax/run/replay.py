@@ -1,8 +1,8 @@
-"""Training again what another run trained: `train --replay RUN`.
+"""Trains again on the groups that another run trained on: `train --replay RUN`.
 
-Which groups a step trains, and which weights sampled which of their tokens, is decided by time once a run is
-asynchronous or has spares. `consumed.jsonl` and `rollouts/` of a run are a record of that. A run that takes its steps
-from there ends at the same bits. After the last of them it samples its own rollouts.
+In an asynchronous run, or one with spares, timing decides which groups a step trains and which weights sampled which of
+their tokens. `consumed.jsonl` and `rollouts/` of a run record these decisions. A run that takes its steps from this
+record ends at the same bits. After the last recorded step it samples its own rollouts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rolljax.storage.run_reader import parse_trajectories
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
-"""Settings (path prefixes) that a replay may change, in addition to `folder.RESUMABLE`: they say how a step is
-computed, not what. `COMPUTING_OF_PHASE` has such settings of a phase."""
+"""Settings (path prefixes) that a replay may change, in addition to `folder.RESUMABLE`: they change how a step is
+computed, not the update that it makes (but for rounding). `COMPUTING_OF_PHASE` has such settings of a phase."""
 COMPUTING_OF_PHASE = ("row_len", "micro_rows")
 RECORDING = "a run that is to be replayed needs rollouts_every = 1 and keep_rollouts = None"
 
@@ -73,13 +73,13 @@ class RunLog:
             return step_groups(line, parse_trajectories(data, path))
 
     def check_continues(self, folder: RunFolder) -> str:
-        """Check that a run can be replayed from where `folder` stands.
+        """Check that the rest of the logged run can be replayed in `folder`.
 
         Returns:
           One line for the user.
 
         Raises:
-          ConfigError: the run in `folder` has trained something else so far, or rollouts of a step that is to come are
+          ConfigError: a step in `folder` trained on other samples than the logged run, or rollouts of a coming step are
             missing.
         """
         name, saved = self.folder.path, folder.latest(lambda _: None)
@@ -233,7 +233,7 @@ class ReplayedRollouts:
         return dataclasses.replace(step, kept=kept)
 
     def end_step(self, step: StepGroups, report: MetricsReport) -> ConsumedStep:
-        """Note in the progress what the other run noted; see `PhaseRollouts.end_step`."""
+        """Copy the other run's record of the step into the progress; see `PhaseRollouts.end_step`."""
         progress, account, line = self._progress, self._account, step.logged
         assert line is not None, "the step is not of the log"
         before = account.num_started

@@ -45,8 +45,8 @@ class Runtime:
 
     Args:
       weights: the policy's weights now, as `Model.bind` takes them; the sampler starts with them, as version `version`.
-      should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
-      watchdog: looks after them while they are open, and reports what hung.
+      should_stop: polled while waiting; True ends the wait with `Stopped`. team: the processes of the run.
+      watchdog: supervises the parts while they are open, and reports a hang.
       verdicts: a folder in which rewards may store verdicts; empty: none. trained: reward models of runs.
     """
 

@@ -1,4 +1,4 @@
-"""The groups of a step, the report of its metrics, and what the loop adds to it."""
+"""The groups of a step, the report of its metrics, and the metrics that the loop adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = {
     "eval": "the held-out evaluation",
     "save": "the rollouts to be written",
 }
-"""Parts of a step, and what is waited for in them."""
+"""Parts of a step -> the work that the loop waits for in them."""
 
 
 @dataclasses.dataclass(frozen=True)

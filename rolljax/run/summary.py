@@ -1,4 +1,4 @@
-"""A run in a few lines that a person can paste: what it reached, how fast, and what it waited for."""
+"""A summary of a run in a few lines to paste: rewards, speed, and the causes of waiting."""
 
 from __future__ import annotations
 

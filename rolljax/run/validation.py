@@ -1,4 +1,4 @@
-"""Fixed validation tasks of a mixture's domains, with their reference answers: what perplexities are taken of."""
+"""Fixed validation tasks of a mixture's domains, with the reference answers on which perplexities are measured."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class SimulatedAnswer:
     priority: tuple[int, ...]
     """The lowest is served first."""
     group: tuple[int, int]
-    """Prompt index and stream of its group."""
+    """Stream and prompt index of its group."""
     prompt_tok: int
     """Number of tokens of the answer's context."""
     new_tok: int

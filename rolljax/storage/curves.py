@@ -31,10 +31,10 @@ def png(drawn: Figure) -> bytes:
 
 def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> Figure:
     """Draw the panels; lines separate phases, dots are held-out evaluations. The figure has no window and changes no
-    setting of matplotlib, so that any thread can draw it and other figures stay as they are.
+    setting of matplotlib, so any thread can draw it and other figures are unaffected.
 
     Args:
-      times: with the panel of seconds; without it equal runs have equal pictures.
+      times: include the panel of seconds; without it the pictures of equal runs are equal.
     """
     from matplotlib.figure import Figure
 

@@ -31,8 +31,8 @@ def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> s
     """Describe the damage of a log of steps in a sentence; empty if it is undamaged.
 
     Args:
-      data: what the file holds. step: the last one that is done. recorded: see `durable.Written.to_json`, by name; a
-        checkpoint of an earlier rolljax has none.
+      data: the file's content. step: the last finished step. recorded: `durable.Written.to_json` of each log, by name;
+        missing in checkpoints of earlier versions of rolljax.
     """
     steps = {found["step"] for found in journal.parse(data, row).values}
     missing = sorted({*range(1, step + 1)} - steps)

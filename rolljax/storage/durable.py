@@ -160,8 +160,8 @@ def is_temporary(path: Path) -> bool:
 
 
 def sweep(path: Path) -> None:
-    """Take away what killed writers have left in `path` and in the folders below it that are in their places. Links are
-    not followed."""
+    """Remove the temporary files and folders that killed writers left in `path` and in its subfolders. Links are not
+    followed."""
     with storing(path):
         for entry in path.iterdir():
             is_folder = entry.is_dir() and not entry.is_symlink()
@@ -196,7 +196,7 @@ def _sync(path: Path, flags: int) -> None:
 
 @dataclasses.dataclass
 class Written:
-    """Length and SHA-256 of what a run has written to a file that grows."""
+    """Length and SHA-256 of the bytes that a run has written to a growing file."""
 
     size: int = 0
     sha256: Any = dataclasses.field(default_factory=hashlib.sha256)

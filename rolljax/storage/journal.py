@@ -42,8 +42,8 @@ def parse(data: bytes, read: Callable[[Any], T], refuse: Callable[[int, Exceptio
 
     Args:
       read: makes the result from the JSON value of a line; an exception of it marks a damaged line.
-      refuse: of a file that is written at once, in which a damaged or torn line is an error: makes that error from the
-        line's number, from 1, and what is wrong with it.
+      refuse: for a file that is written in one piece, so that a damaged or torn line is an error: makes this error from
+        the line's number, counted from 1, and the exception.
     """
     end = data.rfind(b"\n") + 1
     values, damaged = [], 0

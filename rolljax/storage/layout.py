@@ -1,4 +1,4 @@
-"""Names of the files in a run folder, for whoever writes them and whoever reads them without jax."""
+"""Names of the files in a run folder, for their writers and for readers that do not import jax."""
 
 from __future__ import annotations
 

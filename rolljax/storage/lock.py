@@ -17,11 +17,11 @@ def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:
     """Raise unless a folder is absent, empty, or one of ours.
 
     Args:
-      marker: the file that only folders of ours hold. what: what they are called, with an article.
-      setting: that names the folder.
+      marker: a file that only such folders contain. what: name of this kind of folder, with an article. setting: the
+        setting that names the folder.
 
     Raises:
-      ConfigError: it holds something else. StorageError: it cannot be read.
+      ConfigError: the folder holds something else. StorageError: the folder cannot be read.
     """
     with durable.storing(folder):
         if not folder.exists() or (folder / marker).is_file():

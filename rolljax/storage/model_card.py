@@ -1,8 +1,8 @@
 """The model card of a run: `README.md` of the Hugging Face folder that it writes, with its curves in the same folder.
 
-The front matter is what the Hugging Face hub reads (https://huggingface.co/docs/hub/model-cards); the rest is for
-people: what was learned, on which data, with which settings, to which held-out rewards, and by which command. Neither
-says anything about time, so that a run that was continued has the card of the run that never was.
+The Hugging Face hub reads the front matter (https://huggingface.co/docs/hub/model-cards). The rest is for people: the
+task, the data, the settings, the held-out rewards and the command. Neither part contains a time, so a continued run has
+the same card as one that was never interrupted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MAX_TOKEN = 2**31 - 1
 """The largest id of a token, and the largest policy version."""
 STATUSES = ("ok", "truncated", "failed")
 TRAINED_COLUMNS = ("advantages", "trainer_logp", "entropy")
-"""What training says of single tokens, where a run records it (`Trajectory.trained`)."""
+"""Training results of single tokens, if a run records them (`Trajectory.trained`)."""
 _SUMMARY = {
     "stop_reason": str,
     "state_sha256": str,
