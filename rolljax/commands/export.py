@@ -92,19 +92,19 @@ def export(
     max_shard_gb: float | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
-    """Write a Hugging Face folder, which must be new or empty; there is all of it or none.
+    """Write a new or empty folder in Hugging Face's layout, all of it or nothing.
 
     Args:
-      run, model: one of them: a run folder, or a Hugging Face folder to read.
+      run, model: the run folder or the Hugging Face folder to read; give exactly one.
       step: of a kept checkpoint, or `best`; None: the newest. average: steps whose weights are averaged instead: the
         mean is taken in float64 and rounded to float32 once.
       adapter: write a run's adapters alone, for PEFT. dtype: of the weights that are written (None: float32).
-      max_shard_gb: 10^9 bytes of a file of weights, at most. recipe: of the run; None: what its folder says of the
-        policy, which needs neither its environment nor its reward.
+      max_shard_gb: largest size of a file of weights, in units of 10^9 bytes. recipe: of the run; None: the settings of
+        the policy that the run folder records, which need neither environment nor reward.
 
     Raises:
-      ConfigError: arguments that do not go together, a step that is not kept. CheckpointError: a source that cannot be
-        read. StorageError: a folder that cannot be written.
+      ConfigError: the arguments contradict each other, or the step is not kept. CheckpointError: the source cannot be
+        read. StorageError: the folder cannot be written.
     """
     place = Path(to)
     if (run is None) == (model is None):

@@ -100,13 +100,13 @@ def train(
     dry_run: bool = False,
     told_to_stop: Callable[[], bool] | None = None,
 ) -> int:
-    """Run, continue or decline to repeat a run; returns the exit code.
+    """Start or continue a run, or do nothing if the run is complete; return the exit code.
 
     Args:
       console: shows progress. began: see `loop.train`. team: the processes of the run.
       replay_of: run folder whose rollouts are trained first. fresh: delete an earlier run in `run_dir` first.
       dry_run: check everything, print what would run, and return.
-      told_to_stop: called during the run; True saves and ends the run. None: signals do.
+      told_to_stop: polled during the run; True saves and ends the run. None: SIGTERM and Ctrl-C end it.
     """
     from rolljax import loop
     from rolljax.concurrency.event_loop import Stopped
@@ -153,10 +153,10 @@ def train(
 
 
 def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
-    """Follow the leader of a run: call, on the devices of this process, what the leader calls on its own.
+    """Follow the leader of a run: repeat its calls on the devices of this process; return the exit code.
 
     Raises:
-      ConfigError: settings or run folder are not the leader's. InfraError: the leader is lost.
+      ConfigError: settings or run folder differ from the leader's. InfraError: the leader is lost.
     """
     from rolljax.run import preflight, reference_policies
     from rolljax.run.runtime import share_sampler
@@ -198,7 +198,7 @@ def stopped(folder: RunFolder, console: Console) -> int:
 
 
 def failed(folder: RunFolder, console: Console, error: Exception) -> None:
-    """Put what ended a run into its summary, unless the error comes from the folder."""
+    """Write the error that ended a run into its summary, unless the run folder itself cannot be read or written."""
     from rolljax.run.progress import RunProgress
 
     with contextlib.suppress(StorageError, CheckpointError):
@@ -209,7 +209,7 @@ def failed(folder: RunFolder, console: Console, error: Exception) -> None:
 def finish(
     folder: RunFolder, console: Console, recipe: Recipe, trainer: Trainer, progress: RunProgress, began: float
 ) -> int:
-    """Write what a run leaves at its end; returns the exit code."""
+    """Write the results at the end of a run and show its summary; return the exit code."""
     from rolljax.run.folder import DONE
     from rolljax.run.step_metrics import timed
     from rolljax.run.summary import summary_lines
@@ -247,7 +247,7 @@ def continuing_line(folder: RunFolder, progress: RunProgress, has_more: bool) ->
 
 
 def end_at_once() -> NoReturn:
-    """End the process, whatever it is doing: what was committed stays (`durable`)."""
+    """End the process immediately. Committed files remain intact (`durable`)."""
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # which a live line hides
     print(f"{show_cursor}interrupted; the same command continues from the last checkpoint", file=sys.stderr)
     sys.stderr.flush()
@@ -283,15 +283,15 @@ def describe_split(checked: Preflight) -> list[str]:
 
 
 def described_template(recipe: Recipe) -> str:
-    """Say where the chat template comes from that takes the place of the folder's."""
+    """Return the source of the chat template that replaces the one of the model's folder."""
     if recipe.chat_template:
         return recipe.chat_template
     return "the training template of the folder's own, which keeps earlier turns (docs/my_model.md, Chat templates)"
 
 
 def describe(checked: Preflight, account: Account, lines_of_checks: Sequence[str] = ()) -> str:
-    """Describe what would run: mesh, model, batch geometry, memory, what was checked, and the first task as the model
-    sees it."""
+    """Return a description of the run: mesh, model, batch geometry, memory, checks, warnings, and the first task as the
+    model sees it."""
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = checked.recipe, checked.model

@@ -41,15 +41,16 @@ OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.
 CHUNK = 2**18
 """Bytes that are read at a time."""
 _LOOK_S = 0.5
-"""Seconds between two looks whether a child lives: what it started may keep its pipes open."""
+"""Seconds between checks that a child is alive. Its pipes do not tell, since processes that it started may keep them
+open."""
 _STEP_S = 0.01
 _ENDING_S = 1.0
 """Seconds that a child which has closed its output has to end, and its last words have to arrive."""
 
 
 class ChildError(InfraError):
-    """A child that failed. kind: it could not start; ended; was silent for too long; sent a line that is too long, or
-    that is not in the protocol. line: what was received of a line that is unfinished, too long or wrong."""
+    """A child failed. kind: it could not start; ended; was silent for too long; sent a line that is too long; or sent a
+    line that violates the protocol. line: the received bytes of a line that is unfinished, too long or wrong."""
 
     def __init__(
         self, text: str, kind: Literal["start", "ended", "silent", "long", "protocol"] = "ended", line: bytes = b""
@@ -70,9 +71,10 @@ class LinePipe:
         for fd in (reads, writes):
             os.set_blocking(fd, False)
         self.open = True
-        """Whether more may come."""
+        """Whether more input may arrive."""
         self.unsent, self.rest = bytearray(), bytearray()
-        """What is left to write, and what came of a line that is not complete: of a long one both ends."""
+        """Bytes not yet written, and the received bytes of an incomplete line (of a line that is too long, both
+        ends)."""
         self.lines: collections.deque[tuple[bytes, int]] = collections.deque()
         self.rest_bytes = 0
 
@@ -191,7 +193,8 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs. When it has ended, what it started is killed."""
+        """Exit code, negative for a signal; None while the child runs. Once it has ended, the processes that it started
+        are killed."""
         if self._owner == os.getpid() and self._process.returncode is None and self._process.poll() is not None:
             kill_group(self.pid)
             _guard.tell(self.pid, -1)
@@ -199,7 +202,8 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs, and is a child of this process, not of the one that this process was forked from."""
+        """Return whether the child runs and belongs to this process, not to the process that this one was forked
+        from."""
         return self._owner == os.getpid() and self.code is None
 
     @property
@@ -209,7 +213,7 @@ class Child:
         return [pipe.fileno() for is_open, pipe in pipes if is_open and pipe is not None]
 
     def state(self, running: str = "is running", when: str = "") -> str:
-        """Say whether it runs or how it ended, with the end of its standard error."""
+        """Describe whether the child runs or how it ended, with its log file or the end of its standard error."""
         how = running if self.code is None else how_it_ended(self.code)
         words = " ".join(self._words.decode(errors="replace").split())[-LAST_WORDS:]
         more = f"; see {self._log}" if self._log is not None else f"; its last words: {words}" if words else ""
@@ -222,7 +226,7 @@ class Child:
             self._wake.set()
 
     def flush(self) -> None:
-        """Wait until everything is sent, or it has ended."""
+        """Wait until everything is sent or the child has ended."""
         while self._pipe.unsent and self.alive:
             self._wait(_LOOK_S)
             self._move()
@@ -284,7 +288,8 @@ class Child:
             kill_group(self.pid)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Close its input, give it `grace_s` to end, kill it, and wait for its end. Nothing of it is left."""
+        """Close the child's input, give it `grace_s` seconds to end, kill it, and wait for its end. No process or pipe
+        of it is left."""
         try:
             for wait_s in self._until_end(grace_s):
                 self._wait(wait_s)
@@ -292,7 +297,7 @@ class Child:
             self._close()
 
     async def astop(self, grace_s: float = 0.0) -> None:
-        """Do what `stop` does."""
+        """Stop the child as `stop` does, without blocking the event loop."""
         try:
             for wait_s in self._until_end(grace_s):
                 await self._await(wait_s)

@@ -153,7 +153,7 @@ class SteppedLoop:
     ) -> Generator[tuple[S, T], None, None]:
         """Yield every item of `source` with the result of `work`, in order, with at most `window` items under way.
 
-        What is under way when the iterator is closed, or when `work` raises, is cancelled.
+        When the iterator is closed or `work` raises, all items under way are cancelled.
         """
         waiting, under_way = iter(source), collections.deque[tuple[S, asyncio.Task[T]]]()
 

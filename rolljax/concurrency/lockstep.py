@@ -1,10 +1,10 @@
 """The processes of one run, in lock step: the first leads; the others run the same calls on their devices.
 
 A program whose arrays lie on a mesh of several processes runs when all of them start it, and all must start theirs in
-one order. Every process makes the same objects and shares them under the same names. In the leader `share` gives a
+one order. Every process constructs the same objects and shares them under the same names. In the leader `share` gives a
 proxy, which broadcasts a method's name and arguments before it calls that method (`Lockstep`); the others call the
 method of their own object (`Follower.serve`). Only the leader has environments, a scheduler and a run folder to write;
-what the others need of these travels as arguments.
+the data that the others need from these is sent as arguments.
 
 A process that is lost cannot be replaced, and work that it took part in may wait for it forever: the others end.
 """
@@ -42,14 +42,16 @@ class SingleProcess:
     """The only process of a run: there are no others to notify."""
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap all work: the others learn of a failure, and one that a lost process has caused says so."""
+        """Wrap all work of the run: notify the other processes of a failure, and turn a failure caused by a lost
+        process into an error that names this cause."""
         return contextlib.nullcontext()
 
     def share(self, name: str, own: T, calls: Collection[str]) -> T:
         """Return the object to use in place of this process's `own`; every process has one under this name.
 
-        Methods named in `calls` are called in all processes, in the order in which they are called here, whatever the
-        thread; their results are those of this process. Everything else of the object is this process's own affair.
+        A call of a method named in `calls` is repeated in all processes. Calls from all threads of this process have
+        one order, which the others keep; the results are those of this process. All other attributes are accessed in
+        this process alone.
 
         Raises (as do methods of the result):
           InfraError: a process is lost.
@@ -255,13 +257,13 @@ class Follower(_Member):
     def serve(self, check: Callable[[str], None]) -> None:
         """Repeat the leader's calls, one after the other, until it ends the run.
 
-        A `TrainerError` is the leader's too, which says so and ends the run.
+        A `TrainerError` of a call is ignored here: the leader has the same error, reports it and ends the run.
 
         Args:
-          check: is called with the text of the handshake; raises if it is not in order.
+          check: called with the text of the handshake; raises if this process does not match the leader.
 
         Raises:
-          InfraError: the leader is lost. Whatever `check` and the calls raise.
+          InfraError: the leader is lost. Also all exceptions of `check` and of the calls.
         """
         while True:
             kind, payload = self._inbox.take()

@@ -1,4 +1,4 @@
-"""Handlers of SIGTERM and SIGINT (Ctrl-C): installed here, and put back here. Callers say what a signal does."""
+"""Installs and restores handlers of SIGTERM and SIGINT (Ctrl-C). Callers define the effect of a signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ STOP = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def restored(*numbers: int) -> Iterator[None]:
-    """Put the handlers of signals back at the end, whoever replaced them inside. Only the main thread may, and does."""
+    """Restore the handlers of these signals at the end, even if other code replaced them inside. In a thread other than
+    the main thread, do nothing."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
@@ -34,7 +35,7 @@ def handled(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` in the main thread at the first SIGTERM, so that what is open is closed; the next one ends the
+    """Raise `error` in the main thread at the first SIGTERM, so that context managers close; the next SIGTERM ends the
     process."""
 
     def handle(number: int) -> None:

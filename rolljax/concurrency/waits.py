@@ -3,7 +3,7 @@
 A thread takes from an `Inbox`; a `Mailbox` delivers answers to event loops. The `Watchdog` looks for two things. A
 thread that still waits although there is work for it has overslept. That must not happen: the watchdog reports it with
 the stacks of all threads, and wakes the thread. A run that waits for a slow model, environment or disk is in order;
-after a while without progress, the watchdog says what the run waits for.
+after a while without progress, the watchdog shows the name of the wait.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Watchdog:
     """A thread that checks every second, from `start` to `close`. Until then it only keeps the names of waits.
 
     Args:
-      warn: shows a line that stays. wait: shows what is waited for. folder: where reports go, made when there is one;
-        None: to stderr.
+      warn: shows a permanent line. wait: shows the name of the current wait. folder: for reports, made at the first
+        report; None: reports go to stderr.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ _NONE_TYPE = type(None)
 
 
 class Mismatch(Exception):
-    """A value that does not fit: the sentence is `must be {want}`, `remedy` says what to write."""
+    """A value does not fit its annotation. want: completes the message `must be {want}`. remedy: a value to write
+    instead."""
 
     def __init__(self, want: str, remedy: str = "") -> None:
         super().__init__(f"must be {want}")

@@ -1,6 +1,7 @@
-"""Names of settings in TRL, verl and Tunix, and ours for them: what `--set` answers to one of theirs.
+"""Names of settings in TRL, verl and Tunix, and the corresponding settings here, which `--set` suggests.
 
-The tables in docs/coming_from.md say the same, and what differs; `tests/unit/repository/test_site.py` compares them.
+The tables in docs/coming_from.md hold the same names, and the differences; `tests/unit/repository/test_site.py`
+compares them.
 """
 
 from __future__ import annotations
@@ -177,9 +178,10 @@ def foreign(name: str, fields: Collection[str], where: str) -> ConfigError | Non
     """Return the error for a setting's name that is another framework's; None if no framework has it.
 
     Args:
-      name: as it was typed: a name, the end of a path of keys, or either behind a class (`GRPOConfig.beta`).
-      fields: names of settings of ours. One of these is theirs only where the rest of the name says so, or where ours
-        means something else.
+      name: as the user typed it: a name, the end of a path of keys, or either of them after a class
+        (`GRPOConfig.beta`).
+      fields: names of rolljax's own settings. One of these counts as another framework's only if the rest of the name
+        identifies that framework, or if it means something else here.
     """
     found = {
         of: [o for theirs, ours in table.items() if _same(theirs, ours, name, fields) for o in ours.split()]

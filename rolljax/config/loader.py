@@ -2,13 +2,13 @@
 
 Reads in the order things happen: `source.Bindings` reads files and settings into bindings; `_Build` makes the objects,
 from the root down: it takes the winning binding of each field, follows its references and macros, fills defaults,
-checks each value against its annotation (`check.fit`) and constructs; what nothing read is an error; `Loaded` is what
-leaves.
+checks each value against its annotation (`check.fit`) and constructs. A binding that nothing read is an error. The
+result is a `Loaded`.
 
-Scopes are gin's: `@scope/Class()` builds in that scope, a reference without one in the scope it stands in, a macro's
-value in the scope of its name; a binding applies in its scope and those inside. Every reference builds an object of its
-own. Two rules are added: a binding applies to every object of its class, also to a field's default in the tree; a list
-is taken for a tuple, and an int for a float, if the annotation says so.
+Scopes are gin's: `@scope/Class()` builds in that scope, a reference without a scope in the scope that contains it, a
+macro's value in the scope of its name. A binding applies in its scope and all inner scopes. Every reference builds a
+new object. Two rules are added: a binding applies to every object of its class, also to a field's default in the tree;
+a list is taken for a tuple, and an int for a float, if the annotation says so.
 
 Deliberately absent: coercion of strings, configurable functions, gin constants, and any state outside of one call.
 """
@@ -68,7 +68,7 @@ def load(
       root: the frozen dataclass the tree starts at.
 
     Raises:
-      ConfigError: for whatever is wrong with files or settings, with file:line, value and remedy.
+      ConfigError: anything is wrong with files or settings; the error has file:line, value and remedy.
     """
     source = Bindings(root)
     for i, path in enumerate(files):
@@ -95,7 +95,7 @@ def given(root: T, settings: Mapping[str, object] | None = None) -> Loaded[T]:
 
 
 class _Build:
-    """One tree on its way from bindings to objects, and the record of what was read."""
+    """Builds one tree of objects from bindings, and records which bindings were read."""
 
     def __init__(self, source: Bindings, last_file: str) -> None:
         self.source, self.last_file = source, last_file

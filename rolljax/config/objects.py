@@ -1,8 +1,8 @@
-"""Config objects as gin text: what a program builds in Python, as a file that a person reads and every verb loads.
+"""Writes config objects that a program built in Python as gin text, which people can read and every verb loads.
 
 Each object of the tree becomes the bindings of its fields. A class with one value in the tree is bound without a scope,
-one with several in a scope for each. What no file can name (a lambda, a function inside of another, a live object)
-stands as `%gin.REQUIRED`, with a comment: who loads the file gives it again.
+one with several in a scope for each. A value that no file can name (a lambda, a nested function, a live object) is
+written as `%gin.REQUIRED` with a comment; whoever loads the file must set it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def _written_literal(value: object) -> str:
-    """Return the text of a literal, whatever it holds."""
+    """Return the text of a literal, including nested tuples, lists and dicts."""
     if type(value) in (list, tuple):
         inner = [_written_literal(item) for item in value]  # type: ignore[attr-defined]
         closed = f"({', '.join(inner)}{',' * (len(inner) == 1)})"

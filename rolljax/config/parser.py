@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """`@scope/module.Class()` or `@module.function` in a value; `obj` is what the selector names."""
+    """`@scope/module.Class()` or `@module.function` in a value; `obj` is the object that the selector names."""
 
     scope: str
     selector: str

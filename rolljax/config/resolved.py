@@ -76,7 +76,7 @@ def build(resolved: Mapping[str, Any], path: str, annotation: Any = Any) -> Any:
     """Return the value at a path: an object of its recorded class, a tuple of such objects, or a plain value.
 
     Args:
-      annotation: what the value must fit.
+      annotation: the type annotation that the value must fit.
 
     Raises:
       ConfigError: the path has no value, its class cannot be imported, or the value does not fit the annotation.

@@ -16,7 +16,7 @@ LINE_EVERY_S = 5.0
 
 
 class TolerantConsole(RichConsole):
-    """A console that drops what it cannot write (rich's own would end the process)."""
+    """A console that drops output which it cannot write (rich's own console would end the process)."""
 
     @property
     def file(self) -> IO[str]:
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PARTS = {"update": "trainer", "eval": "evaluation", "save": "disk", "publish": "weights"}
-"""Parts of a step by whom they wait for; what a rollout waits for is seen in its own parts (`waits`)."""
+"""Parts of a step -> the cause of waiting. A rollout's causes are found from its own parts (`waits`)."""
 OF_SAMPLER = ("time/prefill_s", "time/decode_s", "time/schedule_s")
 OWNERS = ("infra", "env", "agent", "limit")
 """Owners of faults that end an episode early; episodes of an owner in `LOST` take no part in credit."""

@@ -1,7 +1,7 @@
 """The terminal: standard streams that never end the work, text made safe to show, and curves in one line.
 
-Whoever reads a console may go, its terminal may close, the disk behind it may be full, and it may be closed from the
-start. A console that cannot be written is ignored; results that cannot be written are an error with a message.
+The reader of a console may exit, its terminal may close, its disk may be full, and it may be closed from the start. A
+failed write to the console is ignored; a failed write of results is an error with a message.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def visible(text: str, *, lines: bool = True) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Draw the values as bars of eight heights, lowest to highest, averaging neighbours if there are more than `width`.
-
-    A space stands for a value that is not finite; equal values are all low.
+    """Return the values as bars of eight heights, from lowest to highest value; neighbours are averaged if there are
+    more than `width`. Non-finite values give a space; equal values all get the lowest bar.
     """
     shown = _thinned(values, width)
     finite = [v for v in shown if math.isfinite(v)]
