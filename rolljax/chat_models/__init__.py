@@ -1,1 +1,1 @@
-"""Chat models that answer conversations with text: behind a server, or in this process."""
+"""Chat models that answer conversations with text: on a server, or in this process."""

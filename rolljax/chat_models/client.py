@@ -1,9 +1,9 @@
 """A chat model behind an OpenAI-compatible server: a client that separates answers from server faults.
 
 A request that times out, is refused with 408, 429 or 5xx, breaks off, or gets a response that is not a chat completion
-is an infrastructure fault. It is counted under its kind and repeated `retries` times, and after that it has
-failed (`InfraError`), which never counts as an answer. 401, 403, 404 and 405 end the work: they would be the answer to
-every request. All responses are read within limits on size and time (`envs.http_body`).
+is an infrastructure fault. It is counted under its kind and repeated `retries` times, and after that it has failed
+(`InfraError`), which never counts as an answer. 401, 403, 404 and 405 end the work at once, because every request would
+get the same response. All responses are read within limits on size and time (`envs.http_body`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatModelConfig):
-    """A chat model behind an OpenAI-compatible server, and how to call it."""
+    """The address of a chat model on an OpenAI-compatible server, and the settings for calling it."""
 
     url: str
     """Address up to `/v1`."""

@@ -137,17 +137,17 @@ _loaded: dict[LocalModel, _Loaded] = {}
 
 
 def request_address(seed: int) -> Address:
-    """Return the address of the random draws that a server uses for a request with this seed (`serving.responses`)."""
+    """Return the noise address that a server uses for a request with this seed (`serving.responses`)."""
     seed %= 2**62
     return (1, seed >> 31, seed & (2**31 - 1), 0)
 
 
 class SamplerChat:
-    """A chat model on an open sampler, which its opener closes. It may be called from any event loop.
+    """A chat model on an open sampler; the opener of the sampler closes it. It may be called from any event loop.
 
     Args:
-      chat: its tokenizer and template. max_context: most tokens of prompt and answer. address: of what is drawn, from
-        the seed of a question.
+      chat: tokenizer and chat template. max_context: most tokens of prompt and answer. address: makes the noise address
+        from the seed of a question.
     """
 
     def __init__(

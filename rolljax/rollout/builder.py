@@ -151,7 +151,7 @@ class TrajectoryBuilder:
 
 
 def fault_of(error: RolljaxError) -> Fault:
-    """Return the fault that an error stands for, with its owner."""
+    """Return the fault, with its owner, that an error of an episode amounts to."""
     if isinstance(error, EnvError):
         infra = isinstance(error, InfraError)
         kind: FaultKind = "infra" if infra else "limit" if error.stage == "episode" else "env"

@@ -91,7 +91,7 @@ def open_shares(env: EnvSpec, phase: MixturePhase) -> MixtureShares | None:
 
 
 def check(env: EnvSpec, domains: Domains, phases: Sequence[MixturePhase], max_answer_tok: int, *, agent: bool) -> None:
-    """Raise `ConfigError` for settings of domains that are not there, and for what mixtures cannot be combined with."""
+    """Raise `ConfigError` for settings of unknown domains, and for settings that cannot be combined with mixtures."""
     names = tuple(env.specs)
     if not isinstance(env, Mixture):
         for phase in phases:

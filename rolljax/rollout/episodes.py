@@ -105,10 +105,11 @@ def expert(tokens: np.ndarray, max_answer_tok: int) -> Completion:
 class Barrier:
     """Lets episodes begin together, in the order of their keys, when all of them are open.
 
-    What a dispatch computes depends in its last bits on which requests share it. Where opening an episode takes
-    microseconds, a step's prompts wait for each other, and a run that is repeated is the same to the bit.
+    The last bits of a dispatch's results depend on which requests share the dispatch. Where opening an episode takes
+    microseconds, a step's prompts therefore wait for each other, and a repeated run is the same to the bit.
 
-    episodes: how many there will be. hold: keeps the sampler from beginning until what it returns is called.
+    episodes: number of episodes to wait for. hold: keeps the sampler from starting requests until the function that
+    `hold` returns is called.
     """
 
     def __init__(self, episodes: int, hold: Callable[[], Callable[[], None]] | None = None) -> None:
@@ -222,7 +223,8 @@ class RolloutConfig:
 
 
 class EpisodeRollouts(abc.ABC):
-    """Groups of episodes, restarted when the infrastructure failed. Subclasses say in `run_episode` who acts in one."""
+    """Plays groups of episodes, and restarts an episode when the infrastructure failed. Subclasses define in
+    `run_episode` how an episode is played."""
 
     pool: Pool
     """Pool of environments."""

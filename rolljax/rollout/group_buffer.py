@@ -14,8 +14,9 @@ dynamic sampling, redundancy and tail batching (ROLL Flash, arXiv 2510.11345; Ro
 - *by domain*: with several domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
   then holds within each domain: a group starts for the first place of the plan that has none, so a dropped group is
   replaced by one of its own domain;
-- *every prompt*: unless `late` is `drop`, a prompt is drawn only when the plan has a place for it in addition to all
-  prompts of its domain that are not trained yet. Spares are prompts of later steps then, and the last step has none.
+- *every prompt*: unless `late` is `drop`, a prompt is taken from the task stream only when the plan has a place for it
+  in addition to all prompts of its domain that are not trained yet. Spares are prompts of later steps then, and the
+  last step has none.
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ class GroupBuffer:
         return self._entries[prompt_index]
 
     def _next(self, version: int) -> tuple[int, bool, str] | None:
-        """Return the draw of the next group, whether it is kept, and its domain."""
+        """Return the prompt index of the next group, whether the group is kept, and its domain; None if none may
+        start."""
         rules = self.admission
         if self._restart:
             if version <= self._taken_at and len(self) >= rules.allowed(0):
@@ -267,7 +269,8 @@ class GroupBuffer:
         return found
 
     def _has_new(self, domain: str, num_places: int) -> bool:
-        """Return whether the phase needs a new prompt of a domain, besides the prompts drawn and not trained yet.
+        """Return whether the phase needs a new prompt of a domain, in addition to the prompts that started and are not
+        trained yet.
 
         Args:
           num_places: places of the plan that may have a group now.
@@ -280,7 +283,7 @@ class GroupBuffer:
 
     @property
     def _num_new(self) -> int:
-        """Prompts of the phase that were not drawn yet, if each is trained once."""
+        """Number of prompts of the phase that have not been started yet, if each is trained once."""
         return self._left - len(self) - len(self._again)
 
     def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool, str] | None:
@@ -334,7 +337,7 @@ class GroupBuffer:
     # ---- training
 
     def take(self, version: int) -> list[GroupEntry] | None:
-        """Return the groups that the step at `version` trains, in the order of their draws; None: it must wait."""
+        """Return the groups that the step at `version` trains, by prompt index; None if the step must wait."""
         rules, places = self.admission, self.plan.places(self._step)
         room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
         taken: list[GroupEntry] = []

@@ -1,7 +1,8 @@
 """Rules for the shares of a mixture's domains: by step, by results, or learned.
 
-A `MixtureRule` is a setting (`Phase.mixture`); without one the shares are the domains' weights. What it learned stands
-in a memory of plain JSON, which checkpoints keep. Whatever a rule does, `shares.StepPlan` gives whole groups.
+A `MixtureRule` is a setting (`Phase.mixture`); without one the shares are the domains' weights. A rule keeps what it
+has learned in a memory of plain JSON, which checkpoints save. For any rule, `shares.StepPlan` turns shares into whole
+groups.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class Curriculum(Checked, MixtureRule):
     target: Annotated[float, Range(low=0, high=1)] = 0.5
     """Pass rate that is wanted."""
     width: Annotated[float, Range(above=0)] = 0.2
-    """A domain whose pass rate is so far from it counts e^-1/2."""
+    """Distance from `target` at which the pass rate lowers a domain's score by the factor e^-1/2."""
     floor: Annotated[
         float, Range(above=0, high=1, remedy="without a floor a domain that is left out never comes back")
     ] = 0.3
-    """Share of a step that goes by the weights whatever the pass rates are, so that no domain starves."""
+    """Fraction of a step that is divided by the weights, regardless of the pass rates, so that no domain starves."""
     memory: Annotated[float, Range(low=0, below=1)] = 0.9
-    """Share of the old mean in a domain's running pass rate; a domain that was not seen yet counts in full."""
+    """Weight of the old value in a domain's running pass rate; the first pass rate of a domain is taken as it is."""
 
     def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
         score = {

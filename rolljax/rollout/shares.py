@@ -20,7 +20,7 @@ from rolljax.errors import ConfigError
 Shares = Mapping[str, float]
 """Shares by domain, adding up to 1."""
 NEAR = 1e-9
-"""Rounding of shares and of what is carried over."""
+"""Tolerance for rounding errors of shares and of the remainders carried to the next step."""
 
 
 def normalised(weights: Mapping[str, float]) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """Chooses where episodes start: at the task's own start, or after a part of an expert's episode (IPA, arXiv
 2512.24873).
 
-A policy that never succeeds from the start learns nothing from outcomes. Put behind all but the last chunk of a
-success, it can succeed; once it does, the start moves one chunk towards the beginning (sequential rollback), or starts
-behind every chunk are tried side by side (parallel initialisation). A chunk is one turn: all that the policy says
-between two looks at the environment.
+A policy that never succeeds from the start learns nothing from outcomes. It can succeed if it starts after all but the
+last chunk of a successful episode. Once it does, the start moves one chunk towards the beginning (sequential rollback);
+or starts after every chunk are tried in parallel (parallel initialisation). A chunk is one turn: everything that the
+policy samples between two observations.
 
-The environment is brought there by replaying the expert's actions in a fresh episode; what it says must be what it said
-to the expert, to the letter.
+The environment reaches the start by a replay of the expert's actions in a fresh episode. Its observations must be
+exactly those that the expert got.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rolljax.model.tokenizer import Chat
 from rolljax.types import EXPERT, Expert, Group, Message, Task, Trajectory
 
 MAX_EXPERTS = 4096
-"""Experts' episodes, and their success rates, that are remembered."""
+"""Maximum number of experts' episodes that are remembered with their success rates."""
 RECENT = 32
-"""Episodes that a success rate is taken over: it is the present policy's."""
+"""Number of newest episodes for a success rate, so that the rate reflects the current policy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """One turn of an expert: its tokens, and a hash of what the environment said then."""
+    """One turn of an expert: its text and tokens, and a hash of the environment's observation after it."""
 
     text: str
     tokens: np.ndarray
@@ -77,10 +77,10 @@ class ExpertStarts(Checked):
     mode: Literal["rollback", "parallel"] = "rollback"
     """Rollback replays all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first and
     grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes start
-    at the beginning. parallel draws a start for every group, uniformly over all chunks."""
+    at the beginning. Parallel samples a start for every group, uniformly over all chunks."""
     expert: Literal["reference", "success"] = "reference"
-    """Gold plays the environment's scripted answers; success replays the policy's own newest success on the same task
-    (tasks without a success start at their beginning)."""
+    """Reference replays the environment's reference answers; success replays the policy's own newest success on the
+    same task (tasks without a success start at their beginning)."""
     threshold: Annotated[float, Range(above=0, high=1)] = 0.7
     """Success rate, 0 to 1, at which the distance grows."""
     window: Annotated[int, Range(low=1)] = 64
@@ -168,7 +168,7 @@ class StartCurriculum:
         self._reference_answer: dict[str, asyncio.Future[Start]] = {}
 
     def fork(self, expert: Expert) -> int | None:
-        """Return the crucial chunk of an expert's episode, if one stands out."""
+        """Return the index of the crucial chunk of an expert's episode (`crucial_fork`), or None."""
         went = self._rates.get(expert.id, {})
         rates = [(went.get(j, "").count("1"), len(went.get(j, ""))) for j in range(expert.turns)]
         certain = rates[-1][1]  # behind the last chunk is the expert's success

@@ -1,8 +1,8 @@
 """Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what arrives in parts.
 
-A client that opens connections and leaves them, or sends its request byte by byte, takes one of the connections for
-`Bounds.head_s` seconds, and the oldest of these give way when connections run out. A body has a deadline where it is
-read (`server.Service`). Nothing here knows what is served.
+A client that opens connections and leaves them, or sends its request byte by byte, occupies a connection for at most
+`Bounds.head_s` seconds, and the oldest of these are closed when connections run out. `server.Service` sets a deadline
+for reading a body. This module is independent of the service.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_server(
     """Return an HTTP server that has no socket yet; it logs errors only.
 
     Args:
-      refusal: the JSON body of an answer to what is no request, from its status and a message.
+      refusal: makes the JSON body of the response to an invalid request, from the status and a message.
       keep_alive_s: seconds that a connection stays open without a request. closing_s: that connections get at the end.
     """
     config = uvicorn.Config(

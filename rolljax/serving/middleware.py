@@ -31,10 +31,10 @@ class HungUp(Exception):
 
 
 class AccessMiddleware:
-    """Before every endpoint: keys, draining, the limit of open requests, and the counting of all of it.
+    """Runs before every endpoint: checks keys, draining and the limit of open requests, and counts requests.
 
     Args:
-      app: what answers the requests that are let in. service: whose keys, sessions, limits and metrics are used.
+      app: answers the admitted requests. service: provides keys, sessions, limits and metrics.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

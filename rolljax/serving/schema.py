@@ -109,7 +109,7 @@ class ServedModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer unless a request says `ignore_eos`."""
+        """Ids that end an answer, unless a request sets `ignore_eos`."""
         if self.chat is not None:
             return self.chat.stop_ids
         eos = self.tokenizer.eos_token_id

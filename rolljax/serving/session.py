@@ -2,10 +2,10 @@
 
     body -> Session.read (the trainer's settings over the program's) -> Session.begin (address, record) -> sampler
 
-A program sends the whole conversation with every call, as text. Tokenised again, the model's own words might become
-other tokens than it sampled. So where a conversation begins with that of an earlier call and the answer the program
-was given then, the prompt is that call's prompt and sampled ids, followed by what the chat template writes for the new
-messages alone. What is stored is then what was sampled, and calls of one conversation are one stream that only grows.
+A program sends the whole conversation with every call, as text. If it were tokenised again, the model's own words might
+become other tokens than the sampled ones. If a conversation begins with the messages and the answer of an earlier call,
+the prompt is therefore that call's prompt and sampled ids, followed by the chat template's text for the new messages
+alone. The record then holds the tokens that were sampled, and the calls of one conversation are one growing stream.
 """
 
 from __future__ import annotations

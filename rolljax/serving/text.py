@@ -11,7 +11,7 @@ from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Sampled
 
 UNLIKELY = -9999.0
-"""OpenAI's log-prob for what JSON cannot write: a token that was cut from the distribution."""
+"""Log-prob of a token outside the sampling distribution, as in OpenAI's API; JSON has no -inf."""
 REPLACEMENT = "\ufffd"
 
 

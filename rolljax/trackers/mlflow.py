@@ -19,13 +19,13 @@ MAX_VALUE, BATCH = 500, 100
 class MLflow(TrackerConfig):
     """A run in an MLflow experiment.
 
-    It cannot take a step back: steps that are made again after a kill keep the values of their first time.
+    MLflow cannot take values back: steps that are repeated after a kill keep their first values.
     """
 
     experiment: str = "rolljax"
     """Name of the experiment."""
     tracking_uri: str | None = None
-    """None: what `MLFLOW_TRACKING_URI` says, else MLflow's own default."""
+    """URI of the tracking server or store. None: `MLFLOW_TRACKING_URI` if set, else MLflow's own default."""
 
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"

@@ -25,7 +25,7 @@ class WandB(TrackerConfig):
     tags: tuple[str, ...] = ()
     """Tags of the run at Weights & Biases."""
     mode: Literal["online", "offline"] | None = None
-    """Online, offline (files in the run folder, for `wandb sync --append`), or None: what `WANDB_MODE` says, else
+    """Online, offline (files in the run folder, for `wandb sync --append`), or None: `WANDB_MODE` if set, else
     online."""
     system_metrics: bool = True
     """Whether Weights & Biases also records CPU, memory and accelerators."""

@@ -147,7 +147,7 @@ def _alternatives(recorded: Alternatives | None, tokens: TokenTexts) -> Json:
 
 
 def _part(column: TokenColumn | None, own: slice) -> Any:
-    """Return a turn's part of a column; a single number stands for a constant column."""
+    """Return a turn's part of a column; a single number, which means a constant column, is returned unchanged."""
     return column[own] if isinstance(column, list) else column
 
 

@@ -1,7 +1,7 @@
 """A step or a trajectory as one HTML file: the viewer's own page, with the answers of its server inside.
 
-The file loads nothing. Its policy lets two things run or style it, known by their hashes: the package's scripts and
-styles. What the run holds is a JSON block, which browsers do not run, and in it `<` is escaped.
+The file loads nothing. Its content security policy admits only the package's scripts and styles, by their hashes. The
+run's data is a JSON block, which browsers do not execute, and `<` is escaped in it.
 """
 
 from __future__ import annotations

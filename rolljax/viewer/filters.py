@@ -37,7 +37,7 @@ WORDS = ("status", "fault", "stage", "env", "success", "part")
 
 
 class BadFilter(ValueError):
-    """A term that means nothing; the text says why."""
+    """A filter's term is invalid; the text gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)

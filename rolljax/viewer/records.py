@@ -79,7 +79,7 @@ def read(path: Path, record: Record) -> Trajectory:
     """Return all of one trajectory.
 
     Raises:
-      Damaged: a field is missing, or is not what it should be. OSError: the file is gone.
+      Damaged: a field is missing or has a wrong type or value. OSError: the file is gone.
     """
     with reading.open_file(path) as f:
         f.seek(record.start)

@@ -37,7 +37,7 @@ class ViewedRun:
     """One run folder. Safe to use from several threads.
 
     Args:
-      name: what it is called in addresses; no other run is called so.
+      name: the run's unique name in URLs.
     """
 
     def __init__(self, name: str, path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Episodes that agent programs play: a server for their calls, processes to run them in, a trajectory of each.
+"""Episodes played by agent programs: a server for their calls, processes that run them, and a trajectory of each
+episode.
 
     task -> EnvPool -> opening messages -> program -> calls -> sampler
                                               |          |
                             its answer -> Episode.step   +-> Session -> Turn* -> Trajectory
 
-The environment opens the episode and judges the program's answer, in one step. What happens in between is the
-program's: its prompts, its tools, how it cuts its context. Its calls are recorded where they are answered.
+The environment opens the episode and judges the program's answer, in one step. Everything in between is up to the
+program: its prompts, its tools, how it cuts its context. The server that answers its calls records them.
 """
 
 from __future__ import annotations

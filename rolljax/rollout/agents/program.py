@@ -14,7 +14,7 @@ class AgentProgram:
     """A program that plays the episodes of an environment with a model it reaches over OpenAI's API."""
 
     command: tuple[str, ...]
-    """Command line to run; a leading `python` stands for the interpreter of the training."""
+    """Command line to run; a leading `python` means the interpreter that runs the training."""
     sandbox: str = ""
     """'none' runs it as a process of this user, with this user's rights. It has no default: the command must be one
     that you trust."""
@@ -24,11 +24,11 @@ class AgentProgram:
     reuse: bool = False
     """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
     concurrency: Annotated[int, Range(low=1)] = 8
-    """Programs at a time."""
+    """Maximum number of programs that run at the same time."""
     deadline_s: Annotated[float, Range(above=0)] = 300.0
-    """Longest time of an episode; while the sampler answers the clock stands still."""
+    """Longest time of an episode in seconds, without the time in which the sampler answers."""
     max_calls: Annotated[int, Range(low=1)] = 16
-    """Calls of the model in an episode."""
+    """Maximum number of calls of the model in an episode."""
     max_restarts: Annotated[int, Range(low=0)] = 2
     """Maximum number of times that an episode may start a conversation that does not continue an earlier one. Each is a
     separate sequence to the trainer, which must have room for it."""
