@@ -320,15 +320,28 @@ def test_children_and_what_they_started_die_with_a_parent_that_is_killed():
         os.kill(fork, signal.SIGKILL)
 
 
-def test_a_forked_process_leaves_the_children_of_its_parent_alone(start):
-    child = start(ECHO)
-    pid = os.fork()
-    if pid == 0:
-        seen = child.alive
-        child.stop()
-        os._exit(int(seen))
-    assert os.waitpid(pid, 0)[1] == 0
-    assert child.ask("hello", OUTER_S) == "hello"
+FORKS = """
+import os, sys
+from rolljax.concurrency.child import Child
+child = Child([sys.executable, "-S", "-c", "import sys\\nfor line in sys.stdin: print(line.rstrip(), flush=True)"])
+pid = os.fork()
+if pid == 0:
+    seen = child.alive
+    child.stop()
+    os._exit(int(seen))
+assert os.waitpid(pid, 0)[1] == 0
+print(child.ask("hello", 60))
+child.stop()
+"""
+
+
+def test_a_forked_process_leaves_the_children_of_its_parent_alone():
+    command, env = (
+        [sys.executable, "-c", FORKS],
+        {"PYTHONPATH": python_path()},
+    )  # no threads of JAX, so that it may fork
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=OUTER_S)
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
 
 
 def test_exit_codes_in_words():
