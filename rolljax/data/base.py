@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 """Column -> JSON value. Stages make new records and never change one."""
 NUM_SAMPLES = 3
-"""Records of every kind of drop that the report shows."""
+"""Maximum number of dropped records per reason that the report shows."""
 KEYS = ("key", "question_key")
 """Fields of stages that name the column of the questions."""
 NUM_OBSERVED = 2000
-"""Values of one name that are kept for the report's histogram: a sample, drawn by the seed."""
+"""Maximum number of values per name that are kept for the report's histogram: a random sample, chosen by the seed."""
 
 
 class RecordSource(Protocol):

@@ -15,7 +15,7 @@ from rolljax.data.texts import Unit, jaccard, normalised, shingles
 from rolljax.errors import ConfigError, Range, check_fields, needed
 
 BLOCK = 4096
-"""Records whose signatures are made at a time."""
+"""Number of records whose signatures are computed at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Exact(Stage):
     key: str = ""
     """The column; empty: `Pipeline.key`."""
     normalise: bool = True
-    """Compare without case, punctuation and white space."""
+    """Whether to ignore case, punctuation and white space."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         seen: set[bytes] = set()
@@ -49,7 +49,7 @@ class MinHash(Stage):
     key: str = ""
     """The column; empty: `Pipeline.key`."""
     threshold: Annotated[float, Range(above=0, below=1)] = 0.8
-    """A higher similarity makes a duplicate."""
+    """Jaccard similarity above which a record is a duplicate."""
     unit: Unit = "char"
     """Unit of the shingles, which are runs of `n` characters or words of the normalised text."""
     n: Annotated[int, Range(low=1)] = 5

@@ -28,7 +28,7 @@ _SCRIPTS: dict[str, Script] = {
     "HEBREW": "hebrew",
     "THAI": "thai",
 }
-"""First words of Unicode's names of letters."""
+"""Script by the first word of a letter's Unicode name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KeepScripts(Stage):
     scripts: tuple[Script, ...] = ("latin",)
     """Accepted scripts, such as `('latin',)` or `('han', 'kana')`."""
     min_frac: Annotated[float, Range(above=0, high=1)] = 0.8
-    """Least share of the text's letters that are theirs. Texts without letters stay."""
+    """Lowest share of a text's letters that must be of these scripts. Texts without letters are kept."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,7 +111,7 @@ class Quality(Checked, Stage):
     max_gram_repeats: Annotated[float, Range(low=0, high=1)] = 0.3
     """Largest share of a text's runs of `gram` words that may repeat an earlier run."""
     gram: Annotated[int, Range(low=1)] = 4
-    """Words of a run."""
+    """Number of words of a run."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
@@ -168,15 +168,16 @@ class Decontaminate(Stage):
     """Leave out records that share a run of words with the tasks of evaluations."""
 
     against: tuple[str, ...] = ()
-    """Files of these tasks."""
+    """Files of the evaluation tasks."""
     key: str = ""
     """The column; empty: `Pipeline.key`."""
     against_key: str = ""
     """Column of the text in the evaluation tasks; empty: the same as `key`."""
     n: Annotated[int, Range(low=1)] = 13
-    """Words of a run (13, as GPT-3's); shorter tasks are searched for as a whole, if they have `min_words`."""
+    """Number of words of a run (13, as for GPT-3); of a shorter task the whole text is the run, if it has
+    `min_words`."""
     min_words: Annotated[int, Range(low=1)] = 5
-    """Fewest words of a task that is searched for."""
+    """Minimum number of words of a task; shorter tasks are ignored."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -28,9 +28,9 @@ class HiddenStates(Stage):
     column: str = "vector"
     """Column to which the vectors are written."""
     max_tok: Annotated[int, Range(low=1)] = 512
-    """Tokens of a text that are read, from its beginning."""
+    """Maximum number of tokens of a text; the rest of a longer text is ignored."""
     batch: Annotated[int, Range(low=1)] = 16
-    """Texts at a time."""
+    """Number of texts per batch."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -114,9 +114,9 @@ class PipelineResult:
 
     folder: Path
     files: Mapping[str, int]
-    """Name -> records in it."""
+    """Name of a file -> number of its records."""
     stages: Mapping[str, Mapping[str, Any]]
-    """Label -> its ledger, as JSON."""
+    """Label of a stage -> its ledger, as JSON."""
 
 
 def run(

@@ -15,16 +15,16 @@ from rolljax.errors import Checked, Range
 
 @dataclasses.dataclass(frozen=True)
 class RejectionSampling(Checked, Stage):
-    """A record for each attempt that is kept: its text in the column `answer`, which `Records` trains on (RFT). Records
-    without one are left out."""
+    """Yield a record for each kept attempt, with its text in the column `answer`, which `Records` trains on (RFT).
+    Records without a kept attempt are left out."""
 
     min_reward: float = 1.0
     """Minimum reward of an attempt that may be kept."""
     cap: Annotated[int, Range(low=1)] = 4
     """Maximum number of attempts kept per record."""
     similarity: Annotated[float, Range(above=0, high=1)] = 0.9
-    """An attempt is left out whose final answer, in any notation, is that of a kept one, and whose text is more similar
-    to it (edit distance)."""
+    """Similarity of texts (by edit distance) above which an attempt is left out, if it has the same final answer, in
+    any notation, as a kept attempt."""
     answer_key: str = "answer"
     """The column that the text is written to."""
 

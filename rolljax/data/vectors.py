@@ -17,19 +17,19 @@ from rolljax.data.texts import hashed_counts
 from rolljax.errors import Checked, ConfigError, DataError, Range
 
 MAX_BYTES = 512 << 20
-"""Most bytes of vectors that are in memory at a time."""
+"""Maximum size in bytes of the vectors in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Embedding(Checked):
-    """The source of vectors."""
+    """The source of vectors: hashed TF-IDF of a text, or a column."""
 
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
     vectors: str = ""
-    """A column of lists of numbers instead, such as an encoder wrote."""
+    """Column of lists of numbers that is used instead of the text, such as the output of an encoder."""
     dim: Annotated[int, Range(low=8)] = 512
-    """Bins of hashed TF-IDF."""
+    """Number of bins of hashed TF-IDF."""
 
     def weights(self, source: RecordSource) -> np.ndarray:
         """Compute inverse document frequencies `[dim]`, in one pass; ones if vectors are a column."""
@@ -97,14 +97,14 @@ def matrix(
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingDedup(Checked, Stage):
-    """Leave out records whose vector is nearly that of one before it that stays, within a bucket."""
+    """Leave out records whose vector is nearly equal to that of an earlier kept record of the same bucket."""
 
     embedding: Embedding = Embedding()
     """Embedding from which the vectors are made."""
     threshold: Annotated[float, Range(above=-1, below=1)] = 0.92
-    """A higher cosine makes a duplicate."""
+    """Cosine similarity above which a record is a duplicate."""
     bucket: str = ""
-    """A column; only records with equal values are compared. Empty: all are."""
+    """Column of the bucket; only records with equal values are compared. Empty: all records are compared."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)
@@ -136,9 +136,9 @@ class KCenter(Checked, Stage):
     num: Annotated[int | None, Range(low=1)] = None
     """Number of records kept per bucket; None: the share `frac` of the bucket."""
     frac: Annotated[float, Range(above=0, high=1)] = 0.5
-    """Share of a bucket, rounded up."""
+    """Share of each bucket to keep, rounded up."""
     bucket: str = ""
-    """A column; empty: there is one."""
+    """Column of the bucket; empty: all records are one bucket."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)

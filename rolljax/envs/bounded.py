@@ -31,7 +31,8 @@ T = TypeVar("T")
 CPU_S = 1.0
 MEMORY_GIB = 0.5
 WALL_FACTOR = 100.0
-"""A child that used less than its processor time within this many times as much wall time: the machine has failed."""
+"""Limit on wall time, as a multiple of the limit on processor time; a child that reaches it first means that the
+machine has failed."""
 
 _MEMORY = b'{"too_much": "memory"}'
 _MAX_FDS = 1 << 20
@@ -55,7 +56,7 @@ class TooMuch:
     """A call that was ended."""
 
     what: Literal["time", "memory", "crash"]
-    """Processor time and memory passed their limits; crash: the process died of it."""
+    """time or memory: the limit that was passed; crash: the process died."""
 
 
 def scored(

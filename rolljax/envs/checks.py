@@ -31,7 +31,7 @@ NONSENSE = "nonsense"
 NUM_DIGESTS = 5
 
 Act = Callable[[Env, int], str]
-"""A player: returns its answer in an episode in turn 0, 1, ..."""
+"""A player: a function of the episode and the turn (0, 1, ...) that returns the answer."""
 
 
 @runtime_checkable

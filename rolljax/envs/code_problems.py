@@ -44,9 +44,9 @@ class Problem:
     tests: tuple[str, ...]
     """One program that defines `check` (HumanEval), or asserts (MBPP)."""
     setup: str
-    """Runs before the asserts."""
+    """Code that runs before the asserts."""
     reference_answer: str
-    """A right program."""
+    """A correct program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CodeProblems(EnvSpec):
     format: Literal["auto", "humaneval", "mbpp"] = "auto"
     """Format of the file's lines; auto: detected from their keys."""
     timeout_s: Annotated[float, Range(above=0)] = 5.0
-    """Longest run of a program."""
+    """Longest time in seconds that a program may run."""
     adaptive_timeout: AdaptiveTimeout | None = None
     """Shorter time-out during training for programs whose problem has fast correct answers (None: not used). With it,
     equal actions do not always give equal episodes."""

@@ -44,7 +44,7 @@ CONSTANTS: Mapping[str, str] = {
 texts."""
 
 SURE = 1e-6
-"""Least probability at which wins without the reference answer are taken for luck: with a hundred answers and a
+"""Lowest probability at which wins without the reference answer are taken for luck: with a hundred answers and a
 thousand environments, nothing is reported by accident."""
 
 MUCH_REWARD = 0.2
@@ -70,7 +70,7 @@ class Wins:
     hollow: float
     """Share of tasks that it solves without being the reference answer."""
     reward: float
-    """Mean over the tasks that it does not solve."""
+    """Mean reward over the tasks that the answer does not solve."""
 
     @property
     def share(self) -> float:

@@ -171,7 +171,7 @@ class Questions(EnvSpec):
         return str(columns.value(self.record(task.index), self.category_key))
 
     def bad_actions(self) -> Sequence[str]:
-        if self.reward is not None:  # whose function it is says what is good
+        if self.reward is not None:  # only the author of the function knows which actions are bad
             return ()
         deep, long = "\\boxed{" * 2000, "9" * 20_000
         return (*super().bad_actions(), deep, deep + "}" * 2000, long, f"#### {long}", "\\boxed{9**9**9}", "#### ١٢")
@@ -199,7 +199,7 @@ class Questions(EnvSpec):
         if answered is None:
             return Question(initial_messages, content, "", "")
         recorded = _recorded(columns.value(row, answered), answered)
-        if self.reward is not None:  # what a function of the user's takes for an answer, only it knows
+        if self.reward is not None:  # only the user's function knows the form of an answer
             solution, answer = "", recorded
         else:
             solution, answer = answers.split_recorded(recorded)

@@ -17,7 +17,8 @@ from rolljax.types import Key, Task, Trajectory
 FinalAnswer = Callable[[Task, str], str | None]
 """Attempts vote for their final answers (`EnvSpec.final_answer`)."""
 ALL, MEAN, WEIGHTED = "all tasks", "mean of environments", "weighted mean"
-"""Rows over several environments: every task counts the same, every environment does, or each by its weight."""
+"""Names of the rows over several environments: with equal weights of all tasks, with equal weights of all environments,
+or with the configured weights."""
 
 
 class ReportTable(Protocol):
@@ -45,11 +46,11 @@ class TaskScores:
     id: str
     prompt_index: int
     answers: int
-    """Attempts that did not fail."""
+    """Number of attempts that did not fail."""
     failed: int
-    """Attempts that failed, by a fault of the infrastructure or the environment; no number includes them."""
+    """Number of attempts that failed by a fault of the infrastructure or the environment; no score includes them."""
     cut: int
-    """Answers that a limit ended."""
+    """Number of answers that a limit ended."""
     tokens: float
     """Number of tokens in all answers together."""
     values: Mapping[str, float]
@@ -69,7 +70,7 @@ class Estimate:
     high: float
     method: str
     num: int
-    """Tasks that are in it."""
+    """Number of tasks in the row."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -86,7 +87,7 @@ class Row:
     cut_frac: float
     """Share of the answers that a limit ended."""
     tok: float
-    """Mean tokens of an answer."""
+    """Mean number of tokens of an answer."""
     estimates: Mapping[str, Estimate]
     std: float | None = None
     """Sample standard deviation, over the attempts, of the share of tasks that one attempt at each task solves; None if
@@ -394,7 +395,7 @@ def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, fl
     asked: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for task in record["results"]["tasks"]:
         asked.setdefault((task["env"], task["id"]), []).append(task["values"])
-    # a task that is asked in several forms (`EnvSpec.variants`) is one task: the mean of what each of them has
+    # a task that is asked in several forms (`EnvSpec.variants`) is one task: its values are the means over the forms
     return {
         key: {m: sum(v[m] for v in of) / len(of) for m in of[0] if all(m in v for v in of)} for key, of in asked.items()
     }

@@ -31,7 +31,7 @@ from rolljax.storage.layout import VERDICTS
 from rolljax.types import EVAL_STREAM, Key, Task, Trajectory
 
 ALL_FAILED = 32
-"""Failed attempts without a single answer, after which an evaluation ends."""
+"""Number of failed attempts, without a single answer, after which an evaluation ends."""
 
 
 @dataclasses.dataclass
@@ -39,9 +39,9 @@ class Standing:
     """The progress of an evaluation."""
 
     total: int
-    """Attempts in all."""
+    """Number of all attempts."""
     answers: int = 0
-    """Attempts with an answer."""
+    """Number of attempts with an answer."""
     right: int = 0
     """Number of right ones."""
     failed: int = 0

@@ -74,7 +74,7 @@ class Attempts:
     """Settings of the attempts at every task."""
 
     num: Annotated[int, Range(low=1)] = 1
-    """Attempts at each task."""
+    """Number of attempts per task."""
     at: tuple[int, ...] = ()
     """The k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`."""
     temperature: Annotated[float, Range(low=0)] = 1.0

@@ -175,7 +175,7 @@ class Judge(ModelJudge):
     """Reward by label, instead of `dimensions`: the judge ends with `{"verdict": "..."}`, which must be one of these
     labels."""
     combine: Literal["mean", "majority"] = "mean"
-    """Mean of `num` verdicts, or the most frequent of `labels`."""
+    """Combination of the `num` verdicts: their mean, or the most frequent of `labels`."""
     calibration: tuple[tuple[float, float], ...] = ()
     """Points `(reward, calibrated reward)` in rising order, as `calibration.isotonic` fits them on a labelled set;
     linear in between, constant beyond the ends. Empty: no calibration."""

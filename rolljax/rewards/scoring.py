@@ -119,7 +119,7 @@ def rewarded(trajectory: Trajectory, found: Reward, last: int = -1) -> Trajector
     turns, last = list(trajectory.turns), last % len(trajectory.turns)
     shares = list(found.by_turn) or [0.0] * len(turns)
     given = 0.0
-    for share in shares:  # in the order in which episodes add them up, so that what stays the same does so to the bit
+    for share in shares:  # in the order in which episodes add them up, so that an unchanged sum is equal to the bit
         given += share
     shares[last] += found.value - given
     turns = [dataclasses.replace(turn, reward=share) for turn, share in zip(turns, shares, strict=True)]

@@ -54,7 +54,7 @@ class SandboxCommand:
     data: list[bytes]
     """Contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ..."""
     rlimits: dict[str, tuple[int, int]]
-    """Soft and hard, by name."""
+    """Soft and hard resource limits, by name."""
     tree: dict[str, Any] | None
     """The writable file system to mount first (`namespaces.mount_tree`)."""
     chdir: str = ""
@@ -146,7 +146,7 @@ def isolated(
     if bwrap_has("--disable-userns"):
         line += ["--disable-userns"]
     line += _system(profile, base)
-    line += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # what is written there is only settings
+    line += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # only settings can be written there
     line += ["--dev-bind", "/dev/full", "/dev/zero"]  # reads the same; mappings of the real one have no limit
     no_ptys = ["--size", "4096", "--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     line += ["--dev-bind", ptys, "/dev/pts"] if ptys else no_ptys

@@ -27,7 +27,7 @@ class Finding:
     """Whether the check passes; None: for information only."""
     detail: str
     cure: str = ""
-    """The remedy if it does not hold."""
+    """The remedy if the check fails."""
 
 
 PROBE = r"""

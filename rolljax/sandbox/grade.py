@@ -31,7 +31,7 @@ class GradeResult:
     """The result of a program's tests."""
 
     passed: bool
-    """Every test, and there was one."""
+    """Whether there was a test and every test passed."""
     num_passed: int
     num_tests: int
     reason: str
@@ -171,7 +171,7 @@ def _verdict(
         found = json.loads(said)
         passed, total = int(found["num_passed"]), int(found["num_tests"])
     except (ValueError, KeyError, TypeError):
-        # what the candidate answers may cost the tests their limits or their interpreter; only the machine kills them
+        # the candidate's answers may push the tests over a limit or crash their interpreter; only the machine kills
         if checker.exit["code"] == SIGKILL_CODE and checker.exit["killed_by"] in ("", "host"):
             raise InfraError(f"the tests were killed: {errors[-500:].decode(errors='replace')}") from None
         reason = reason or _out_of(checker) or "killed"

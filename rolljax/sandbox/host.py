@@ -29,8 +29,7 @@ SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
 
 
 class SandboxGone(EnvError):
-    """A sandbox ended because of the code in it. killed_by: memory, cpu, wall (its time was up), or
-    agent."""
+    """A sandbox ended because of the code in it. killed_by: memory, cpu, wall (its lifetime was over), or agent."""
 
     def __init__(self, killed_by: str) -> None:
         self.killed_by = killed_by
@@ -50,10 +49,10 @@ class Result:
     stderr: bytes
     timed_out: bool = False
     killed_by: str = ""
-    """Empty, wall, cpu, memory or output."""
+    """The limit for which the program was killed: wall, cpu, memory or output; empty if none."""
     ms: float = 0.0
     truncated: bool = False
-    """Output was cut in the middle."""
+    """Whether the middle of an output was cut out."""
 
     @property
     def text(self) -> str:

@@ -20,29 +20,29 @@ class Profile(Checked):
     watchdog measures, every quarter second, the proportional set size of all processes plus the kernel's memory for
     them (page tables, sockets, descriptors)."""
     address_bytes: Annotated[int, Range(above=0)] = 2 * GIB
-    """Address space of one process."""
+    """Address space of one process, in bytes."""
     cpu_s: Annotated[int, Range(low=0.001)] = 15
-    """Processor seconds of one process."""
+    """Processor time of one process, in seconds."""
     total_cpu_s: Annotated[float, Range(low=0.001)] = 60.0
-    """Limit on processor seconds of all processes together."""
+    """Processor time of all processes together, in seconds."""
     wall_s: Annotated[float, Range(low=0.001)] = 15.0
-    """Life of a one-shot sandbox;."""
+    """Maximum lifetime in seconds of a one-shot sandbox."""
     session_s: Annotated[float, Range(low=0.001)] = 3600.0
     """Maximum lifetime in seconds of a live sandbox."""
     nproc: Annotated[int, Range(low=8, remedy="fewer are too few to start a sandbox")] = 64
-    """Processes and threads."""
+    """Maximum number of processes and threads."""
     nofile: Annotated[int, Range(above=0)] = 256
-    """Open files of one process."""
+    """Maximum number of open files of one process."""
     tmpfs_bytes: Annotated[int, Range(above=0)] = 64 * MIB
-    """Limit on bytes of all written files, over all directories together."""
+    """Size of all written files together, in bytes."""
     inodes: Annotated[int, Range(above=0)] = 20_000
-    """Limit on inodes of all written files, over all directories together."""
+    """Number of inodes of all written files together."""
     output_bytes: Annotated[int, Range(above=0)] = 128 * KIB
-    """Kept of each output stream, half from its start and half from its end."""
+    """Bytes that are kept of each output stream, half from its start and half from its end."""
     flood_bytes: Annotated[int, Range(above=0)] = 64 * MIB
-    """Output after which a one-shot sandbox is killed."""
+    """Bytes of output after which a one-shot sandbox is killed."""
     writable_root: bool = False
-    """`/`, `/etc`, `/opt`, `/usr/local` and so on can be written (only inside, gone with the sandbox)."""
+    """Whether `/`, `/etc`, `/opt`, `/usr/local` and so on can be written; the changes exist only inside the sandbox."""
 
 
 SCORE = Profile(
@@ -85,13 +85,13 @@ class SandboxConfig:
     backend: Literal["bwrap", "none"] = "bwrap"
     """`bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only."""
     slots: Annotated[int, Range(low=1, high=4096)] = 64
-    """Sandboxes alive at the same time."""
+    """Maximum number of sandboxes at the same time."""
     slot_wait_s: float = 60.0
-    """Longest wait for a free one."""
+    """Longest time in seconds to wait for a free slot."""
     warm: int = 0
-    """Idle live sandboxes kept started, of the profile that was opened last."""
+    """Number of idle live sandboxes that are kept started, of the profile that was opened last."""
     first_uid: Annotated[int, Range(low=1000, remedy="lower ones are users of the system")] = 300_000
-    """A host that runs as root gives slot n the user id `first_uid + n`."""
+    """First user id of sandboxes: a host that runs as root gives slot n the user id `first_uid + n`."""
     cgroup: str = ""
     """A delegated control group (v2) to make one group per sandbox in; empty: the process's own, if it is marked as
     delegated."""

@@ -13,7 +13,7 @@ from typing import Any
 from rolljax.errors import needed
 
 MAX_ACTION_CHARS = 8192
-"""Texts longer than this are no move in any adapted game."""
+"""Maximum length of a move in an adapted game; a longer text is not a move."""
 
 _GLOBAL = threading.Lock()
 

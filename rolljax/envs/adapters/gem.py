@@ -26,11 +26,11 @@ class Gem(EnvSpec):
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further keyword arguments of `maker`."""
     maker: str = "gem.make"
-    """Function that makes the object; `gem.make` is that of the package gem-llm."""
+    """Function that makes GEM's environment object; `gem.make` is the function of the package gem-llm."""
     success_reward: float = 1.0
-    """An episode whose last reward is at least this is solved."""
+    """Last reward from which on an episode counts as solved."""
     max_turns: Annotated[int, Range(low=1)] = 30
-    """The episode is cut after as many."""
+    """Turns after which the episode is cut."""
     seed: int = 0
     """Seed of the tasks; task i is `reset` with a seed derived from this seed and i."""
 

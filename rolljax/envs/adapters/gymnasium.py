@@ -58,7 +58,7 @@ class Gymnasium(EnvSpec):
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of `gymnasium.make` (`{'is_slippery': False}`)."""
     reward: Literal["env", "success"] = "env"
-    """`env` is the environment's own, step by step; `success` is 1 for a solved task and 0 for all else."""
+    """Reward of the policy. `env`: the environment's own, step by step; `success`: 1 for a solved task, else 0."""
     max_turns: Annotated[int, Range(low=1)] = 32
     """Actions before the episode is cut."""
     seed: int = 0
@@ -109,9 +109,9 @@ class _Shape:
     actions: tuple[str, ...]
     certain: bool
     num_steps: int | None
-    """Gymnasium's own limit."""
+    """Gymnasium's own limit of steps."""
     threshold: float | None
-    """The sum of rewards from which it calls an episode solved."""
+    """Sum of rewards from which on gymnasium counts an episode as solved."""
     lock: threading.Lock
 
 

@@ -18,7 +18,7 @@ from rolljax.errors import ConfigError, EnvError, InfraError, Range, boundary, c
 from rolljax.types import Message, Task
 
 MAX_FRAME_BYTES = 2**22
-"""A longer message of a server is a failure of the server."""
+"""Maximum size of a server's message; a longer one is a failure of the server."""
 
 
 @dataclasses.dataclass(frozen=True)

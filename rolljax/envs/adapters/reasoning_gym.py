@@ -91,7 +91,7 @@ class ReasoningGym(EnvSpec):
     seed: int = 0
     """Seed of the family's generator."""
     partial_credit: bool = False
-    """Reward is the library's score; off: 1 for a solved task and 0 for all else."""
+    """Whether the reward is the library's score; if False, it is 1 for a solved task, else 0."""
     prompt: str = "{question}"
     """Template of the question to the policy; `{question}` is replaced."""
 

@@ -17,7 +17,7 @@ from rolljax.types import Message, Task
 
 PATH = "/apis/v1/envs/gem/"
 MAX_ANSWER_BYTES = 2**22
-"""A longer answer of a server is a failure of the server."""
+"""Maximum size of a server's answer; a longer one is a failure of the server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rock(EnvSpec):
     env_id: str = "game:GuessTheNumber-v0-easy"
     """Id of the environment on the server."""
     success_reward: float = 1.0
-    """An episode whose last reward is at least this is solved, where the server's `info` has no `success`."""
+    """Last reward from which on an episode counts as solved, if the server's `info` has no `success`."""
     max_turns: Annotated[int, Range(low=1)] = 30
     """Actions before the episode is cut."""
     seed: int = 0

@@ -31,7 +31,7 @@ class Role:
     """The role of a column (question, answer, ...)."""
 
     setting: str
-    """`Class.field` that names it."""
+    """The setting `Class.field` that names the column."""
     key: str
     """Column name set by the user; empty: look for the usual names."""
     usual: Sequence[Sequence[str]]

@@ -34,12 +34,12 @@ Row = dict[str, Any]
 """Column -> JSON value."""
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".ndjson")
-"""Names of files in a folder that are taken for data."""
+"""Endings of the names of data files in a folder."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _BESIDE = {"dataset_info.json", "state.json", "dataset_dict.json"}
 
 MAX_ROW_BYTES = 16 * 2**20
-"""Most bytes of a row. A longer one is a bad row, whose text is never in memory as a whole."""
+"""Maximum size of a row in bytes. A longer row is a bad row; its text is never in memory as a whole."""
 MAX_ROWS = 2**26
 """Most rows of a file."""
 SMALL_BYTES = 2**30

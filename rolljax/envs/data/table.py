@@ -16,7 +16,7 @@ from rolljax.errors import ConfigError, DataError
 T = TypeVar("T")
 BadRows = Literal["error", "skip"]
 NUM_NAMED = 5
-"""Bad rows that are named one by one."""
+"""Maximum number of bad rows that an error names."""
 
 Reader = Callable[[Row], T]
 """Converts a row to a record, or raises `BadRow`."""

@@ -17,9 +17,9 @@ from rolljax.errors import ConfigError, DataError, EnvError, Range, check_fields
 from rolljax.types import Task
 
 MAX_EXPRESSION = 200
-"""Characters of an expression."""
+"""Maximum number of characters of an expression."""
 MAX_DEPTH = 16
-"""Parentheses inside one another."""
+"""Maximum depth of nested parentheses."""
 _TOKENS = re.compile(r"[0-9]{1,6}|[-+*/()]")
 _TASK = re.compile(r"(?P<numbers>[0-9]{1,6}( [0-9]{1,6})*)=(?P<target>[0-9]{1,9})")
 _TRIES = 1000
@@ -46,11 +46,11 @@ class Countdown(EnvSpec):
     max_turns: Annotated[int, Range(low=1)] = 1
     """Expressions before the episode is cut."""
     use_all: bool = False
-    """Every number must be used."""
+    """Whether every number must be used."""
     format_reward: float = 0.0
     """Reward for an expression of the given numbers with a wrong value."""
     boxed: bool = False
-    r"""Read the expression from `\boxed{}`."""
+    r"""Whether to read the expression from `\boxed{}`."""
     seed: int = 0
     """Seed of the tasks."""
 

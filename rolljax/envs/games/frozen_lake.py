@@ -32,7 +32,7 @@ class FrozenLake(EnvSpec):
     runs = "inline"
 
     size: Annotated[int, Range(low=2)] = 4
-    """Cells of a side."""
+    """Number of cells of a side."""
     frozen_prob: Annotated[float, Range(above=0, high=1)] = 0.8
     """Share of cells that are frozen, among lakes that can be crossed in `max_turns` moves."""
     max_turns: int = 8

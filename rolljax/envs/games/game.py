@@ -16,7 +16,7 @@ from rolljax.types import Message, Task
 S = TypeVar("S", bound=EnvSpec)
 
 MAX_ANSWER = 4096
-"""Characters; a longer answer is read as an empty one."""
+"""Maximum number of characters of an answer; a longer answer is read as an empty one."""
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")

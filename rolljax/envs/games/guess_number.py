@@ -26,18 +26,18 @@ class GuessNumber(EnvSpec):
     runs = "inline"
 
     largest: Annotated[int, Range(low=2, high=10**8)] = 50
-    """Number that the secret can be."""
+    """Largest number that the secret can be."""
     max_turns: int = 7
     """Guesses before the episode is cut."""
     boxed: bool = False
-    r"""Read the number from `\boxed{}`."""
+    r"""Whether to read the number from `\boxed{}`."""
     shaped: bool = False
     """Whether a legal last guess gets the reward 1 - |guess - secret| / (largest - 1) when the episode is cut."""
     format_reward: float = 0.0
     """Reward for an answer without a number."""
     format_ends: bool = False
-    """Such an answer ends the episode (GEM: -0.1 and True). A number outside the range is illegal too, but changes
-    nothing."""
+    """Whether an answer without a number ends the episode (GEM: `format_reward` -0.1, and True). A number outside the
+    range is illegal too, but changes nothing."""
     seed: int = 0
     """Seed of the tasks."""
 

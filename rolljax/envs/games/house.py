@@ -29,7 +29,7 @@ GOALS = ("place", *APPLIANCE)
 KITCHENWARE = ("apple", "bread", "egg", "cup", "bowl", "plate")
 THINGS = (*KITCHENWARE, "book", "pen", "key", "soap", "towel", "sock")
 LONGEST = 17
-"""Turns that the scripted player needs at most."""
+"""Maximum number of turns that the scripted player needs."""
 _FILLERS = {"the", "a", "an", "to", "from", "in", "on", "into"}
 
 

@@ -70,7 +70,7 @@ class ForkServer:
         self._pool, self._news = pool, news
         spec, self._max_bytes, self._memory_bytes = unpickled(sys.stdin.buffer.readline())
         self._spec = pickle.loads(spec)
-        with contextlib.suppress(Exception):  # what cannot be loaded raises again in resets
+        with contextlib.suppress(Exception):  # a failure to load raises again in resets
             self._spec.warm()
         self._children: dict[int, _Child] = {}  # by process id
         self._selector = selectors.DefaultSelector()
@@ -109,7 +109,7 @@ class ForkServer:
             time.sleep(0.005)
         end = time.monotonic() + END_S
         while (pids := {*self._children, *_children()}) and time.monotonic() < end:
-            for pid in pids:  # what a worker left behind becomes ours when the worker is gone: look again
+            for pid in pids:  # orphans of a worker become our children when the worker is gone: look again
                 _kill(pid)
             time.sleep(0.005)
             self._reap()
@@ -192,11 +192,11 @@ class ForkServer:
                 return
             pid = ended.si_pid
             if pid in self._children:
-                _kill(pid)  # what it started: its process group is still its own
+                _kill(pid)  # the processes that it started: its process group still exists
             _, status = os.waitpid(pid, 0)
             child = self._children.pop(pid, None)
             if child is None:
-                continue  # a process that a worker left behind
+                continue  # an orphan of a worker
             with contextlib.suppress(KeyError):
                 self._selector.unregister(child.output)
             child.drain()

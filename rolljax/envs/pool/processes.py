@@ -160,7 +160,7 @@ class ProcessLink:
                     self._watch(key.data)
                 if mask & selectors.EVENT_READ and key.data.open:
                     self._read(key.data, events)
-            elif key.data is self._fork_server:  # and not one that ended meanwhile
+            elif key.data is self._fork_server:  # and not a fork server that has ended
                 self._read_news(events)
                 if key.data is self._fork_server and key.fd not in key.data.outputs:  # an environment has closed it
                     self._selector.unregister(key.fd)
@@ -250,7 +250,7 @@ class ProcessLink:
             peer = self._peers.get(generation)
             if peer is None:
                 continue
-            while peer.open and self._read(peer, events):  # what it said before it ended
+            while peer.open and self._read(peer, events):  # the lines that it sent before it ended
                 pass
             if generation in self._peers:
                 why, cause = _why(code, peer.pipe.rest_bytes)

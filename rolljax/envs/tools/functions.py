@@ -73,7 +73,7 @@ def _start(function: Callable[[], Any], name: str, limits: ToolLimits) -> concur
     def work() -> None:
         try:
             result, error = function(), None
-        except BaseException as e:  # border: handed to whoever waits
+        except BaseException as e:  # border: raised again in the waiting thread
             result, error = None, e
         with _ended:
             _running[name] -= 1

@@ -130,8 +130,10 @@ class _Connection:
         self._task: concurrent.futures.Future[None] | None = None
 
     def started(self) -> _Connection:
-        """Connect. Raises:
-        InfraError: the server does not start.
+        """Connect to the server, and return this connection.
+
+        Raises:
+          InfraError: the server does not start.
         """
         self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
         with contextlib.ExitStack() as on_failure:
@@ -154,7 +156,7 @@ class _Connection:
                     self.specs = await _specs(self._client)
                 self._ready.set_result(None)
                 await self._stop.wait()
-        except BaseException as e:  # border: the SDK reports a dead server as groups of whatever it met
+        except BaseException as e:  # border: the SDK reports a dead server as groups of any exceptions
             self.dead = f"MCP server {self.cfg.title}: {_reason(e)}"
             if isinstance(e, TimeoutError):
                 self.dead = f"MCP server {self.cfg.title} has not told its tools within {self.cfg.start_s:g} s"

@@ -17,11 +17,11 @@ from rolljax.envs.text import bounded, json_at, read_json
 from rolljax.envs.tools.base import ToolCall, ToolSpec
 
 MAX_CALLS = 256
-"""Calls of one answer that are read."""
+"""Maximum number of calls that are read from one answer."""
 MAX_CALL = 2**18
-"""Characters of one call; a longer one is refused."""
+"""Maximum number of characters of one call; a longer one is rejected."""
 MAX_LINE = 2**14
-"""Characters of one call of the compact format."""
+"""Maximum number of characters of one call in the compact format."""
 
 _THINK, _UNTHINK = "<think>", "</think>"
 _NEVER = "(?!)"

@@ -23,7 +23,7 @@ class Ask:
     """A question to judges about one answer."""
 
     name: str
-    """Short, the same for all answers."""
+    """Short name of the question, the same for all answers."""
     messages: tuple[Message, ...]
     field: str
     """Field of the JSON object that the judges are to write (see `judging.verdict.read_label`)."""
@@ -43,7 +43,7 @@ class Judged:
     """Number of the sample."""
     item: str
     facts: Mapping[str, Any]
-    """The benchmark's own record of the answer itself."""
+    """The benchmark's own record of the answer."""
     labels: Mapping[str, str | None]
     """Label by question; None if there is no verdict."""
     votes: Mapping[str, Sequence[str | None]]
@@ -63,7 +63,7 @@ class JudgedTable:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    """The first cell is a name."""
+    """Rows of cells; the first cell is a name."""
 
     def markdown(self) -> str:
         """Render the table as text."""
@@ -77,7 +77,7 @@ class JudgedReport:
     title: str
     tables: Sequence[JudgedTable]
     values: Mapping[str, float]
-    """Every number by its name, unrounded."""
+    """Every number of the table by name, not rounded."""
     notes: Sequence[str]
     """Sentences below the tables."""
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -105,7 +105,7 @@ class JudgedBenchmark(Checked, abc.ABC):
     path: str = ""
     """Path of the items: JSON Lines, JSON, Parquet, Arrow or CSV."""
     samples: Annotated[int, Range(low=1)] = 1
-    """Answers to each item."""
+    """Number of answers to each item."""
     temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the answers."""
     max_answer_tok: Annotated[int, Range(low=1)] = 2048
@@ -157,14 +157,14 @@ class JudgedBenchmark(Checked, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class JudgedEvaluation:
-    """Answers of a model to a benchmark, judged by others."""
+    """Settings of an evaluation whose answers judges rate."""
 
     benchmark: JudgedBenchmark
     """Benchmark that defines the items, the questions and the tables."""
     judges: tuple[ChatModelConfig, ...] = ()
     """The chat models that judge; the majority of several decides."""
     votes: Annotated[int, Range(low=1)] = 1
-    """Verdicts of each judge; more than one with a temperature only."""
+    """Number of verdicts of each judge; more than one needs a temperature."""
     judge_temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the judges."""
     judge_max_tok: Annotated[int, Range(low=1)] = 512

@@ -75,7 +75,7 @@ class Trace:
     errors: tuple[bool, ...]
     """Whether each solution contains errors, in the order of the solutions."""
     spans: tuple[tuple[str, ...], ...]
-    """The sentences of each that do, quoted."""
+    """The sentences of each solution that have errors, quoted."""
     clusters: tuple[tuple[int, ...], ...]
     """Numbers of solutions and steps with the same approach; a number in no cluster is alone."""
 

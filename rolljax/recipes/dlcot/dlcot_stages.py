@@ -81,7 +81,7 @@ class Deconstruct(VerdictStage):
     trace_key: str = "trace"
     """Column of the trace."""
     least: Annotated[float, Range(above=0, high=1)] = 0.95
-    """Jaccard similarity of a proposal."""
+    """Lowest Jaccard similarity between a proposal and the text at which the proposal is accepted."""
     tries: int = 10
     temperature: float = 0.8
     max_tok: int = 8192

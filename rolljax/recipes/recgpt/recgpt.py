@@ -58,7 +58,7 @@ class ItemCatalog:
     tags: Mapping[str, Sequence[str]]
     """Tag -> its items, in the catalogue's order."""
     order: Mapping[str, int]
-    """Item -> its place."""
+    """Item -> its position in the catalogue."""
 
     def ranked(self, tags: Sequence[str]) -> list[str]:
         """Return the items that have one of the tags, best first: an item's score is the sum of `1 / rank` of its tags;

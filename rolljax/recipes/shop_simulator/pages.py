@@ -37,7 +37,7 @@ class PageView:
     found: tuple[int, ...] = ()
     """Products (indices), best match first."""
     first: int = 0
-    """Position in `found` of the first on this page."""
+    """Position in `found` of the first product on this page."""
     item: int = -1
     """The product that is open."""
     sub: str = ""

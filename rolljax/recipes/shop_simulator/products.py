@@ -21,7 +21,7 @@ class Category:
     options: Mapping[str, tuple[str, ...]]
     """Slot -> values that every product of the category can be bought in."""
     prices: tuple[int, int]
-    """Usual ones, lowest and highest."""
+    """Lowest and highest base price of the category's products."""
 
 
 _COLORS = ("red", "blue", "green", "white", "black", "grey")

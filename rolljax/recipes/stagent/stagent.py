@@ -50,13 +50,13 @@ class Taxonomy(VerdictStage):
     """
 
     intents: tuple[str, ...] = ()
-    """Known beforehand; empty: they are induced."""
+    """Known intents; empty: the stage induces them from the records."""
     most: Annotated[int, Range(low=1)] = 30
-    """Intents in all."""
+    """Maximum number of intents."""
     key: str = ""
     """The column of the text; empty: `Pipeline.key`."""
     samples: Annotated[int, Range(low=1)] = 40
-    """Texts that are shown for naming."""
+    """Number of texts that the model sees when it names intents."""
     other_frac: Annotated[float, Range(low=0, high=1)] = 0.1
     """Share of Other from which on the taxonomy is extended."""
     rounds: Annotated[int, Range(low=0)] = 2

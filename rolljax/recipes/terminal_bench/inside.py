@@ -145,7 +145,9 @@ def remove(path: str) -> None:
 def run_script(source: bytes, deadline: float) -> str:
     """Run the text of /tests/test.sh; "" if it ended with code 0, wrote a reward of 1 and left nothing running."""
     os.makedirs(os.path.dirname(REWARD), exist_ok=True)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this one
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # a process that loses its parent becomes a child of this one
     argv = ["/bin/bash", "-c", os.fsdecode(source), "/tests/test.sh"]
     try:
         code = subprocess.run(argv, timeout=deadline - time.monotonic()).returncode

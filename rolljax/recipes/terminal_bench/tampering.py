@@ -13,7 +13,7 @@ _WORDS = re.compile(
     r"(?<![\w.~/-])/(?:tests|solution|logs/verifier)\b"  # where harnesses keep tests, solutions and verdicts
     r"|\btest_outputs\b"
     r"|\breward\.(?:txt|json)\b"
-    r"|\b(?:sitecustomize|usercustomize|conftest)\b|site-packages/[^\s/]*\.pth\b"  # what Python or pytest run unasked
+    r"|\b(?:sitecustomize|usercustomize|conftest)\b|site-packages/[^\s/]*\.pth\b"  # run by Python or pytest
     r"|\b(?:LD_PRELOAD|PYTHONSTARTUP)\b"
     r"|/proc/(?:\d+|\*)/(?:mem|environ|root|fd)\b"
 )

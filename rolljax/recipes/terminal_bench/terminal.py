@@ -43,14 +43,14 @@ class TerminalTasks(EnvSpec):
     max_turns: Annotated[int, Range(above=0)] = 30
     """Commands before the episode is cut."""
     command_timeout_s: Annotated[float, Range(above=0)] = 10.0
-    """Longest run of one command; the policy gets a note, and the episode continues."""
+    """Longest time in seconds that one command may run; the policy then gets a note, and the episode continues."""
     test_timeout_s: Annotated[float, Range(above=0)] = 10.0
     """Longest time in seconds that the tests may run, unless the task sets less. Both together, and the second it takes
     to start a sandbox, must stay below `PoolConfig.step_s`."""
     max_output_chars: Annotated[int, Range(above=0)] = 2000
     """Characters of a command's output that are shown, from its start and its end."""
     max_answer_chars: Annotated[int, Range(above=0)] = 16_384
-    """Longest answer that is taken for a command."""
+    """Maximum number of characters of an answer; a longer one is not run."""
     max_repeats: int = 3
     """The episode is cut when one command gave one result this many times in a row; 0: never."""
     prompt: str = PROMPT
@@ -238,7 +238,7 @@ class TerminalEnv(Env):
                 self._box.run(enter(self._task), timeout_s=limit_s)
         except InfraError:
             raise
-        except EnvError:  # what the policy ran has ended or confused its own sandbox
+        except EnvError:  # a program of the policy has ended or damaged its own sandbox
             counts["sandbox_lost_n"] = 1
             return ""
         counts["sandbox_lost_n"] += bool(result.killed_by)

@@ -38,7 +38,7 @@ class DigitSums(Judging):
     """Share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts that lead
     there: this trains a critic. The thoughts of a reference critic with the wrong label exchange the sums."""
     num_pairs: Annotated[int, Range(low=0)] = 0
-    """Pairs in all; 0: no limit."""
+    """Number of pairs; 0: no limit."""
     seed: int = 0
     """Seed of the pairs and their order."""
 

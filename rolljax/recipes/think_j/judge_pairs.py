@@ -103,7 +103,7 @@ class _Asking:
         how = dataclasses.replace(self.how, seed=(self.how.seed * 1_000_003 + number) % 2**31)
         answer = await model.ask(self.env.prompt(question), how)
         if not answer.is_whole and self.env.read(answer.text) is not None:
-            return ""  # cut behind what looks like a verdict, which is none
+            return ""  # cut after a text that only looks like a verdict
         return bounded(answer.text)
 
 

@@ -36,7 +36,7 @@ class PreferencePair:
     strength: float | None = None
     """Strength of the preference, from 1 to 3; None: unknown."""
     subset: str = ""
-    """The part of a benchmark that it belongs to."""
+    """The subset of a benchmark that the pair belongs to."""
 
     @property
     def content(self) -> str:
@@ -52,7 +52,7 @@ class JudgeQuestion:
     better: Side
     """Label of the better response."""
     told: Side | None = None
-    """The label that a critic is given, right or wrong; None: it is a judge's question."""
+    """The label in a critic's prompt, right or wrong; None for a judge's question."""
 
     @property
     def a(self) -> str:

@@ -52,7 +52,7 @@ class Verdict:
     """A judge's verdict."""
 
     better: Side | None
-    """None for two equal scores."""
+    """The better response; None for two equal scores."""
     strength: int | None = None
     """Any number that was written, in the form with strength."""
     scores: tuple[float, float] | None = None

@@ -38,7 +38,7 @@ MAKERS: dict[str, Callable] = {
 }
 
 Handle = Callable[[Any], tuple[int, str]]
-"""Number and kind of an object that is not sent."""
+"""Returns the number and the kind of an object that is not sent itself."""
 
 
 class Codec:

@@ -37,7 +37,7 @@ WATCH_S, WATCH_CLOSELY_S = 0.25, 0.1
 SIGKILL = int(signal.SIGKILL)
 SUPERVISOR_NICE = -10
 SUSPICIOUS_BYTES = 128 << 20
-"""Growth of the kernel's memory from which on slow counts are made: mappings, locks, texts of /proc."""
+"""Growth of the kernel's memory in bytes from which on slow counts are made: mappings, locks, texts of /proc."""
 
 
 class SupervisedSandbox:

@@ -9,7 +9,8 @@ from rolljax.sandbox.supervisor.look import Look, look, proportional
 from rolljax.sandbox.supervisor.procfs import ProcFolder, TooMuchToRead
 
 FROZEN_LOOKS, HIDDEN = 6, 3
-"""Looks at stopped processes; and how often in a row none of those may see all processes. Then the processes hide."""
+"""Number of looks at stopped processes; and number of times in a row that none of these looks may see all processes,
+after which the processes count as hiding."""
 MOST_ENTRIES, PER_BYTES = 2_000_000, 2 << 30
 """Most entries of /proc that one call reads, for each `PER_BYTES` of a sandbox's memory limit. Reading them takes a few
 seconds."""
@@ -36,8 +37,8 @@ class SandboxWatch:
         self.ticks = 0
         self.hidden = 0
         self.stopped: set[int] | None = None
-        """Processes that were stopped by their own, as long as others may still wait to be continued: after a look at
-        stopped processes until a look that finds no others stopped."""
+        """Processes that were stopped already before a look stopped all others; set until a later look finds no further
+        process stopped, because until then some may still wait to continue."""
         self.close_to_limit = False
 
     def close(self) -> None:
