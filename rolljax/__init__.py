@@ -23,7 +23,7 @@ _HOME = dict.fromkeys(("train", "evaluate", "export", "load"), "rolljax.library.
     "Recipe": "rolljax.recipe",
     "Phase": "rolljax.recipe",
 }
-"""Public name -> the module it is imported from when it is first asked for."""
+"""Public name -> the module from which it is imported at its first use."""
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 

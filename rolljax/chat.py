@@ -254,7 +254,7 @@ class ChatSession:
         self._page.print(f"[{message.role}] {visible(message.content)}", style="dim")
 
     def _sample(self, messages: Sequence[Message]) -> str | None:
-        """Sample one answer and show it; its text, or None where there is no room for one."""
+        """Sample and show one answer; return its text, or None if the context has no room for an answer."""
         import numpy as np
 
         s = self._stream
@@ -312,7 +312,7 @@ def within(value: Any, low: float, high: float) -> Any:
 
 
 def run_answer_tok(path: str) -> int:
-    """Return the most tokens of an answer in a run; 0 if the folder is no run."""
+    """Return the most tokens of an answer in a run; 0 if the folder is not a run folder."""
     from rolljax.storage.run_reader import RunReader
 
     return int(RunReader(path).resolved()["max_answer_tok"]) if is_run(path) else 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXIT_TOO_LARGE = 1
 WIDTH = 200
-"""Columns of the tables where stdout is no terminal."""
+"""Width of the tables if stdout is not a terminal."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -233,7 +233,7 @@ class Recipe:
     attention: Implementation = "auto"
     """The implementation of attention in training (docs/scaling.md)."""
     lora: Lora | None = None
-    """Train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md)."""
+    """Train low-rank adapters and keep the weights of the model unchanged (docs/algorithms.md)."""
     router_aux_coef: float | None = None
     """Coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md)."""
     max_answer_tok: Annotated[int, Range(low=1)] = 16

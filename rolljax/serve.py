@@ -44,7 +44,7 @@ CLOSING_S = 5
 KEEP_ALIVE_S = 5
 """Seconds that a connection stays open without a request."""
 LINES = 4
-"""Lines about the progress of compiling where there is no terminal."""
+"""Number of progress lines during compilation if stderr is not a terminal."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

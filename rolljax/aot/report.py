@@ -22,7 +22,7 @@ class Memory:
     """The program's arguments and results, by name; with `temporaries` they are the peak that the compiler reports."""
     temporaries: float
     beside: Mapping[str, float]
-    """Arrays in HBM that are no argument of this program."""
+    """Arrays in HBM that are not arguments of this program."""
     host: float
     """Arguments in host memory."""
     peak: float

@@ -1,4 +1,4 @@
-"""The way of weights from the trainer's devices to the sampler's, where each has its own: bytes and seconds."""
+"""Bytes and seconds of the weight transfer from the trainer's devices to the sampler's, if these are separate."""
 
 from __future__ import annotations
 

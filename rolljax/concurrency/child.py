@@ -39,7 +39,7 @@ LINE_ENDS = 200
 OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 """Signals that come from someone else: an operator, the kernel when memory runs out."""
 CHUNK = 2**18
-"""Bytes that are read at a time."""
+"""Most bytes of one read."""
 _LOOK_S = 0.5
 """Seconds between checks that a child is alive. Its pipes do not tell, since processes that it started may keep them
 open."""
@@ -232,7 +232,7 @@ class Child:
             self._move()
 
     def arrived(self) -> list[bytes]:
-        """Return the lines that are there, without waiting.
+        """Return the lines received so far, without waiting.
 
         Raises:
           ChildError: see `receive`.

@@ -1,5 +1,5 @@
 """Run a function in a separate thread while the calling thread waits. The caller may be inside a running event loop, as
-a notebook's cell is, and the function may start event loops of its own."""
+a notebook's cell is, and the function may start its own event loops."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ ACTIVATION_RULES: Rules = {
 }
 """Mesh axes that each axis of an activation is split over.
 
-`keys`: tokens that are looked at, of which every part of a long row wants all."""
+`keys`: tokens to which queries attend; every part of a long row needs all of them."""
 
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 

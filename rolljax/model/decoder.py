@@ -101,7 +101,7 @@ class DecoderConfig(abc.ABC):
 
     @property
     def window(self) -> int | None:
-        """Tokens that layers with a sliding window look at; None: there are no such layers."""
+        """Number of tokens to which layers with a sliding window attend; None if no layer has a window."""
         return None
 
     @property

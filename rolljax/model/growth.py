@@ -1,7 +1,7 @@
 """Bounds how much longer the steps of a tokenizer can make a text.
 
 A `tokenizer.json` may stack steps that each replace a letter by two: thirty of them make a gibibyte of every letter,
-inside of a library that ends the process when memory is short. So the steps are looked at before any text is.
+inside of a library that ends the process when memory is short. So the steps are checked before any text is tokenised.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def cudnn(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax
 
 
 def tokamax(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array, *, causal: bool) -> jax.Array:
-    """Attend by tokamax's kernels. They read the mask as it is, one byte a pair of tokens. causal: as in `cudnn`."""
+    """Attend by tokamax's kernels. They read the full mask, one byte per pair of tokens. causal: as in `cudnn`."""
     from tokamax import dot_product_attention
 
     return dot_product_attention(

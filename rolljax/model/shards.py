@@ -23,7 +23,7 @@ INDEX, WEIGHTS = "{}.safetensors.index.json", "{}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Dtypes of weights that are read, by their names in safetensors."""
 _READ_BYTES = 32 * 2**20
-"""Bytes of a file that are looked at in one go."""
+"""Most bytes of a file that are read at a time."""
 
 
 class Stored(NamedTuple):

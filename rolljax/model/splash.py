@@ -39,7 +39,7 @@ class Queries(NamedTuple):
     """Number of the token's stretch of keys; below 0 and its own for every padding token, which so sees itself only."""
     run_start: jax.Array
     group: jax.Array
-    """The token's segment where it looks at a shared prompt, -1 elsewhere."""
+    """The token's segment if the token attends to a shared prompt, else -1."""
     prompt_start: jax.Array
     prompt_end: jax.Array
     after_prompt: jax.Array

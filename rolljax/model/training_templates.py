@@ -101,7 +101,7 @@ def refusal(template: str) -> ConfigError:
 
 
 def plain_template(*, begins: bool) -> str:
-    """Return the template of models that know none: the texts as they are, each answer closed by the end-of-text token.
+    """Return a template for models without one: the unmodified texts, each answer closed by the end-of-text token.
 
     Args:
       begins: put the beginning-of-text token in front.

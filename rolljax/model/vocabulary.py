@@ -250,7 +250,7 @@ class TextStream:
 
 
 class _Table(dict[int, bytes]):
-    """Values that are computed when they are asked for first."""
+    """Values that are computed at their first use."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         self._make = make

@@ -15,8 +15,8 @@ from rolljax.types import Group, Trajectory
 class FilterConfig(Checked):
     """Rules for trajectories that would teach the wrong thing.
 
-    A trajectory that was lost to a fault of environment or infrastructure is never trained on: it is no wrong answer,
-    and group means leave it out. The same holds for a trajectory that looped in every attempt.
+    A trajectory that was lost to a fault of environment or infrastructure is never trained on: it is not a wrong
+    answer, and group means leave it out. The same holds for a trajectory that looped in every attempt.
     """
 
     max_failed_frac: Annotated[float, Range(low=0, high=1)] = 0.5

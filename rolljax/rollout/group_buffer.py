@@ -88,7 +88,7 @@ class Admission:
     no group exceeds it. resample: the group starts again, with the newest policy and the same randomness, and steps
     then wait for it. drop: the group is cancelled, and its prompt is not trained."""
     max_replaced: Annotated[int, Range(low=0)] = 0
-    """Groups without a signal that a step may replace; further ones are trained on as they are."""
+    """Maximum number of groups without a signal that a step may replace; further ones stay in the step."""
     tail: TailBatching | None = None
     in_rounds: bool = False
     """Replacements start only when nothing is in flight, so that a request always shares the sampler with the same

@@ -40,7 +40,8 @@ class MixtureRule(abc.ABC):
 
     @property
     def measure_every(self) -> int:
-        """Steps between two looks at perplexities, the first of them before the phase's first step (0: none)."""
+        """Steps between two measurements of perplexities, the first before the phase's first step (0: no
+        measurements)."""
         return 0
 
     @property
@@ -82,7 +83,7 @@ class Scheduled(MixtureRule):
     """Rule for the weights between two of the listed steps. step: the weights of the earlier step; linear: linear
     interpolation to the next step."""
     every: Annotated[int, Range(low=0)] = 0
-    """Steps between two looks at perplexities, for the metrics alone (0: none); goes with `Distill`."""
+    """Steps between two measurements of perplexities, for the metrics only (0: no measurements); only for `Distill`."""
     tasks: Annotated[int, Range(low=1)] = 500
     """Number of tasks of each domain on which perplexities are measured."""
 

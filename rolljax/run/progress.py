@@ -23,7 +23,7 @@ class RunProgress:
     stream_position: str = ""
     heldout_reward: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     weights_reward: float | None = None
-    """Held-out reward of the weights as they are; None until they are evaluated."""
+    """Held-out reward of the current weights; None until they are evaluated."""
     phase_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
     other_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds outside of phases: `start` (settings, checks, weights, compiling the sampler, the first evaluation),

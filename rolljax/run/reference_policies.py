@@ -32,7 +32,7 @@ OWN = ("run_start", "phase_start")
 
 
 def check(resolved: ResolvedRecipe) -> None:
-    """Raise `ConfigError` for a source that is no policy this run could use."""
+    """Raise `ConfigError` for a source of a policy that this run cannot use."""
     for phase in resolved.recipe.phases:
         for source in phase.algorithm.needs().references:
             if source not in OWN:

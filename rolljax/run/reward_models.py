@@ -1,7 +1,7 @@
 """Reward models that phases train: saved at the end of their phase, and read for `rewards.reward_model`.
 
-They are no part of the checkpoints. A run that continues from before the end of their phase makes them again; a run
-that continues from after it reads them.
+They are not part of the checkpoints. A run that resumes from a point before the end of their phase trains them again; a
+run that resumes after it reads them.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
 
 
 def add_sampler(report: MetricsReport, before: SamplerStats, now: SamplerStats, slot_s: float) -> None:
-    """Add the sampler's work between two looks at its counters.
+    """Add the sampler's work between two readings of its counters.
 
     Args:
       slot_s: seconds between them, times the sampler's slots.

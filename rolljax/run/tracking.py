@@ -48,7 +48,7 @@ def tracking(recipe: Recipe, folder: RunFolder, done: int, warn: Callable[[str],
 
 
 def check(configs: Sequence[TrackerConfig]) -> None:
-    """Check that trackers can be opened in processes of their own.
+    """Check that trackers can be opened in separate processes.
 
     Raises:
       ConfigError: a package is not installed, or a custom class cannot be imported in another process.

@@ -111,7 +111,7 @@ class Trainer:
         return found
 
     def weights(self) -> Params:
-        """Return the policy's weights as they are now, on the devices, in the form that `Model.bind` takes."""
+        """Return the policy's current weights, on the devices, in the form that `Model.bind` takes."""
         return self._resolved.model.full_params(self.state.params, self._base)
 
     def save(self, name: str, progress: RunProgress) -> None:

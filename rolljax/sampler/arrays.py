@@ -132,7 +132,7 @@ class ResultTokens:
     sampler_logp: jax.Array
     model_logp: jax.Array
     top_ids: jax.Array
-    """`[S, K, n]` most likely tokens; n is 0 unless they were asked for."""
+    """`[S, K, n]` most likely tokens; n is 0 unless they were requested."""
     top_sampler_logp: jax.Array
     """`[S, K, n]` log-probs of `top_ids` under the sampling distribution."""
     top_model_logp: jax.Array

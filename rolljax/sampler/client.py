@@ -1,6 +1,6 @@
 """The sampler as its users see it (`SamplerClient`), and the sampler of this process (`Sampler`).
 
-`await sampler.generate(...)` works from any event loop; one thread runs the scheduler behind it.
+`await sampler.generate(...)` works from any event loop; one thread runs the scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SamplerLimits:
     max_context: int
     """Maximum number of tokens of a prompt and its answer."""
     slots: int
-    """Number of sequences that are sampled at a time."""
+    """Maximum number of sequences that are sampled at the same time."""
     vocab_size: int
     """Number of token ids."""
 

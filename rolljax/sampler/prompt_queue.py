@@ -149,7 +149,7 @@ class SamplerLoad:
 
 
 SCAN = 64
-"""Prompts in the queue that are looked at for one prefill, beyond those it takes."""
+"""Number of queued prompts that may be passed over in the choice of one prefill."""
 
 
 class Capacity:

@@ -135,7 +135,7 @@ class Scheduler:
         self.asleep = True
 
     def _empty_caches(self) -> None:
-        """Forget all keys and values but those of running requests."""
+        """Forget all cached keys and values except those of running requests."""
         for prompt in list(self._queue.started.values()):
             self._queue.release(prompt)
         for cache in self._capacity.caches:

@@ -64,7 +64,7 @@ class SamplerConfig:
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so
     it wants them split further than training does."""
     programs: Literal["many", "few"] = "many"
-    """Number of prompt and context sizes that get a compiled program of their own. A server compiles all of them at its
+    """Number of prompt and context sizes for which separate programs are compiled. A server compiles all of them at its
     start: on CPU 'few' takes a fourth of the time of 'many', and pads more."""
     record_experts: bool = False
     """Whether to return the experts that each decoded token took, for models with experts; the trainer then uses the

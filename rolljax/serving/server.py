@@ -176,7 +176,7 @@ class Service:
         self.compiled = None
 
     async def _answer_own_requests(self) -> None:
-        """Answer requests of our own, so that the first of others finds everything in place, and fast."""
+        """Send warm-up requests to this server, so that the first client's request is answered at full speed."""
         ours: list[tuple[bool, Json]] = [
             (False, {"prompt": "x"}),
             (True, {"messages": [{"role": "user", "content": "x"}]}),

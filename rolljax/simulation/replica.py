@@ -20,7 +20,7 @@ STEP_ERROR = 1e-6
 
 @dataclasses.dataclass(eq=False)
 class SimulatedAnswer:
-    """An answer that is asked for, and then decoded."""
+    """A requested answer, from its request to the end of its decoding."""
 
     priority: tuple[int, ...]
     """The lowest is served first."""
@@ -34,7 +34,7 @@ class SimulatedAnswer:
     answer_tok: int
     """Number of tokens that the answer will have."""
     num_steps: int
-    """Decode steps that it has its slot for: up to the end of a dispatch."""
+    """Number of decode steps for which the answer holds its slot: up to the end of a dispatch."""
     done: asyncio.Future[None]
     asked_s: float
     home: int = -1

@@ -44,7 +44,7 @@ class SimulatedSampler:
 
     @property
     def stats(self) -> SamplerStats:
-        """Totals since the start, as those of a real sampler."""
+        """Totals since the start, in the form of a real sampler's."""
         steps = sum(r.steps for r in self.replicas)
         return SamplerStats(
             **self._counts,

@@ -135,10 +135,10 @@ def folder(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Take a file or folder away; at no time is there a part of a folder.
+    """Remove a file or folder. A folder disappears at once, never in parts.
 
     Raises:
-      StorageError: it cannot be taken away.
+      StorageError: it cannot be removed.
     """
     with storing(path):
         reach("before", path)

@@ -33,7 +33,7 @@ _REWARD = {"phase": str, "step": int, "mean": float, "n": int}
 
 
 class RunReader:
-    """The files of a run, finished or in progress. Nothing is opened before it is asked for.
+    """The files of a run, finished or in progress. Files are opened at their first use.
 
     Args:
       path: the run folder.
@@ -43,10 +43,10 @@ class RunReader:
         self.path = Path(path)
 
     def rows(self, name: str = METRICS) -> list[Row]:
-        """Return the whole rows of `metrics.jsonl`, or of `consumed.jsonl`; none where no file is there.
+        """Return the whole rows of `metrics.jsonl`, or of `consumed.jsonl`; none if the file is missing.
 
         Raises:
-          CheckpointError: something else than a file is there, or the file may not be read.
+          CheckpointError: the path is not a regular file, or the file cannot be read.
         """
         return journal.read_lines(self.path / name, row)
 
@@ -213,7 +213,8 @@ def _check_trained(of: Fields | None, size: int) -> None:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    """Return whether a value of JSON is of a kind; an int is a float too, and a truth value is no number."""
+    """Return whether a value of JSON is of a kind; an int is accepted as a float, a bool is not accepted as a
+    number."""
     return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
 
 

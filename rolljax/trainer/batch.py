@@ -53,7 +53,7 @@ class TokenBatch:
     num_tokens: jax.Array
     """Tokens with a scale in the whole update: the denominator of statistics."""
     num_computed: jax.Array
-    """Tokens in the whole update that are no padding."""
+    """Number of tokens in the whole update without padding."""
     num_sequences: jax.Array
     temperature: jax.Array
     """Temperature at which tokens were sampled; the trainer's log-probs use it too."""
@@ -110,7 +110,7 @@ class Column(NamedTuple):
     asked_by: str = ""
     """The field of `Needs` without which it is None; empty: always there, or decided by credit."""
     padding: int = 0
-    """Value where there is no token, or no sampled one."""
+    """Value for padding and, in columns of sampled tokens, for other tokens."""
     clean: Literal["zero", "logp", ""] = ""
     """The value in the update's loss where the scale is 0: 0, the policy's own log-prob, or unchanged."""
 

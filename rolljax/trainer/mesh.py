@@ -98,7 +98,7 @@ class Colocated:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Trainer and sampler have devices of their own; with `Phase.async_ratio` above 0 both are busy at once."""
+    """Trainer and sampler have separate devices; with `Phase.async_ratio` above 0 both work at the same time."""
 
     sampler: int
     """Number of the sampler's devices, which come after the trainer's. -1: all that are left; if neither number is -1,
@@ -229,7 +229,7 @@ def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedBatch:
-    """A packed batch on the host and, once it is asked for, on the devices of a mesh."""
+    """A packed batch on the host and, from its first use, on the devices of a mesh."""
 
     mesh: Mesh
     packed: Packed

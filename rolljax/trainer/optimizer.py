@@ -196,9 +196,9 @@ class Muon(Optimizer):
     ns_steps: Annotated[int, Range(low=1)] = 5
     """Number of Newton-Schulz steps."""
     consistent_rms: Annotated[float | None, Range(above=0)] = 0.2
-    """Root mean square of a matrix' update in units of the rate. 0.2 is what AdamW's typically has, so that its rate
-    and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are usual; set
-    `adam_lr` then."""
+    """Root mean square of a matrix' update in units of the rate. AdamW's updates typically have 0.2, so with this value
+    AdamW's rate and decay also fit Muon (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are
+    usual; set `adam_lr` then."""
     adam_lr: Annotated[float | None, Range(above=0)] = None
     """Highest rate of AdamW's part, on the same schedule (None: `lr`)."""
     adam_b1: Annotated[float, Range(low=0, below=1)] = 0.9
@@ -243,7 +243,7 @@ class Muon(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Second moments as row and column means; no momentum unless asked for (arXiv:1804.04235).
+    """Second moments as row and column means; no momentum by default (arXiv:1804.04235).
 
     A matrix of size n x m has n + m numbers of state; one without two axes of `min_dim_to_factor` has n * m.
     """

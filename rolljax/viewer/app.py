@@ -54,7 +54,8 @@ HEADERS = {
 }
 COOKIE = "rolljax_view"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Host names of loopback addresses in browsers. A page elsewhere that has its own name point here is turned away."""
+"""Host names of loopback addresses in browsers. Without a token, requests with another host name are rejected, such as
+those of a foreign page whose name resolves to this machine."""
 LOOK_S = 0.5
 """Seconds between two checks of the files of runs while a page is open."""
 ALIVE_S = 15.0

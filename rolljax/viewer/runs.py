@@ -208,7 +208,8 @@ class ViewedRun:
 
 
 class _Rows:
-    """A file of JSON lines that grows at its end and is occasionally rewritten. damaged: lines that are no rows."""
+    """A file of JSON lines that grows at its end and is occasionally rewritten. damaged: number of lines that are not
+    rows."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -242,10 +243,10 @@ class _Rows:
 
 
 class Runs:
-    """The runs that were named, and those in folders that were named; new ones are found as they appear.
+    """The given runs, and the runs in the given folders, including runs that appear later.
 
     Raises:
-      ConfigError: a path is neither, or there is no run in it.
+      ConfigError: a path is not a run folder and contains no run.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:

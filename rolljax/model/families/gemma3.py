@@ -41,7 +41,7 @@ class Gemma3Config(DecoderConfig):
     rope_local_theta: float = 10_000.0
     """Base of the rotary embedding in local layers."""
     sliding_window: int = 512
-    """Tokens that a local layer looks at."""
+    """Number of tokens to which a local layer attends."""
     global_every: int = 6
     """Distance between global layers: a layer is global if its number divided by this has the remainder 0."""
     query_scalar: float | None = None

@@ -35,7 +35,7 @@ from rolljax.serving.session import Call, Session, SessionRules, Sessions
 from rolljax.types import Turn
 
 MIN_WAIT_S = 0.02
-"""Shortest wait between two looks at the clock of an episode."""
+"""Shortest wait between two checks of an episode's clock."""
 KEEP_ALIVE_S = 3600
 """Idle connections are the program's to close: one that is closed here may lose the call it is just then used for."""
 

@@ -19,8 +19,8 @@ class AgentProgram:
     """'none' runs it as a process of this user, with this user's rights. It has no default: the command must be one
     that you trust."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables it gets besides `PATH`, `HOME`, `VIRTUAL_ENV`, `LD_LIBRARY_PATH`, the language, the time zone, the
-    temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`."""
+    """Environment variables that the program gets in addition to `PATH`, `HOME`, `VIRTUAL_ENV`, `LD_LIBRARY_PATH`, the
+    language, the time zone, the temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`."""
     reuse: bool = False
     """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
     concurrency: Annotated[int, Range(low=1)] = 8

@@ -23,7 +23,7 @@ GRACE_S = 2.0
 
 
 class AgentProcess:
-    """A running program. variables: environment variables that it gets besides `AgentProgram.env`.
+    """A running program. variables: environment variables for the program in addition to `AgentProgram.env`.
 
     Raises:
       ChildError: the machine could not start it.

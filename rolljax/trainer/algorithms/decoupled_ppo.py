@@ -1,4 +1,4 @@
-"""PPO with a proximal policy of its own."""
+"""PPO with a proximal policy that is separate from the behaviour policy."""
 
 from __future__ import annotations
 

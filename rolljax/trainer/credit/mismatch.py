@@ -54,7 +54,7 @@ class Correction:
     """The same for the difference of probabilities, trainer's less sampler's: for "turn" and "geometric" the mean of
     the tokens' differences, for "trajectory" their sum (ROLL, roll/utils/train_infer_corrections.py)."""
     also: tuple[Correction, ...] = ()
-    """Further corrections, at levels of their own. All see the same tokens; a token stays if every filter keeps it, and
+    """Further corrections, each at its own level. All see the same tokens; a token stays if every filter keeps it, and
     weights are multiplied."""
 
     @property
