@@ -335,7 +335,7 @@ async def warm_up(service: Service, url: str) -> None:
 
         await service.warm_up(show)
     gc.collect()
-    gc.freeze()  # full collections need not look at what is loaded and compiled
+    gc.freeze()  # exclude everything loaded and compiled so far from full garbage collections
 
 
 def url(listener: socket.socket) -> str:

@@ -1,11 +1,12 @@
 """The work of a compiled program, read from its text: matmuls, bytes, collectives, with every loop multiplied out.
 
-`cost_analysis` counts the body of a loop once, and a training step is loops in loops. This reader walks the optimized
-HLO text (`compiled.as_text()`) from its entry, and multiplies. It knows what the TPU compiler makes of a program:
+XLA's `cost_analysis` counts the body of a loop once, and a training step consists of nested loops. This reader walks
+the optimized HLO text (`compiled.as_text()`) from its entry, and multiplies by the trip counts. It knows these
+transformations of the TPU compiler:
 
-- matmuls are convolutions, and stand inside fusions;
-- a collective that runs behind matmuls is cut into a start, some steps inside the matmuls' fusions, and a done, all of
-  which name the whole collective and share a `chain_id`: it is counted once;
+- matmuls become convolutions inside fusions;
+- a collective that overlaps with matmuls is split into a start, some steps inside the matmuls' fusions, and a done. All
+  of them name the whole collective and share a `chain_id`, so it is counted once;
 - a reduce-scatter is an all-reduce inside a computation named `all-reduce-scatter*`;
 - arrays in a memory space above 0 (`S(1)`: VMEM) are not in HBM.
 

@@ -180,7 +180,7 @@ class Endpoint:
             raise _Passing("garbage", str(e)) from e
         except (_Passing, ChatTooLong, RolljaxError):
             raise
-        except Exception as e:  # border: the HTTP library, whatever the server sent to it
+        except Exception as e:  # border: any error of the HTTP library
             raise _Passing("connection", f"{type(e).__name__}: {e}") from e
         self._counts["answers"] += 1
         return reply
@@ -243,7 +243,7 @@ def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as apart:  # the caller may be in an event loop
             names = apart.submit(asyncio.run, _models(cfg, key)).result()
-    except Exception as e:  # border: whatever a server, or what is none, says
+    except Exception as e:  # border: any response, even of something that is not an HTTP server
         raise ConfigError(
             f"does not list its models: {type(e).__name__}: {e}",
             setting=_URL,

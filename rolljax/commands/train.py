@@ -146,7 +146,7 @@ def train(
                     trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
                 return stopped(folder, console)
-            except Exception as e:  # border: the summary has whatever ended the run
+            except Exception as e:  # border: the summary records any error that ended the run
                 failed(folder, console, e)
                 raise
         return finish(folder, console, checked.recipe, trainer, progress, began)

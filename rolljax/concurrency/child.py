@@ -95,7 +95,7 @@ class LinePipe:
                 del self.unsent[: os.write(self._writes, self.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the other side has closed its end; what it said, or its exit code, says more
+        except OSError:  # the other side has closed its end; its output or exit code tells more
             self.unsent.clear()
 
     def read(self) -> bool:

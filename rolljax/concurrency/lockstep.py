@@ -115,7 +115,7 @@ class _Member:
     def guard(self) -> Iterator[None]:
         try:
             yield
-        except Exception as e:  # border: a lost process may be what it comes from
+        except Exception as e:  # border: the loss of a process may be the cause
             if self._is_lost.wait(NOTICE_S):
                 raise InfraError(self._loss) from e
             self._failed(e)

@@ -8,7 +8,7 @@ result is a `Loaded`.
 Scopes are gin's: `@scope/Class()` builds in that scope, a reference without a scope in the scope that contains it, a
 macro's value in the scope of its name. A binding applies in its scope and all inner scopes. Every reference builds a
 new object. Two rules are added: a binding applies to every object of its class, also to a field's default in the tree;
-a list is taken for a tuple, and an int for a float, if the annotation says so.
+a list is taken for a tuple, and an int for a float, if the annotation requires it.
 
 Deliberately absent: coercion of strings, configurable functions, gin constants, and any state outside of one call.
 """
@@ -80,8 +80,8 @@ def load(
 def given(root: T, settings: Mapping[str, object] | None = None) -> Loaded[T]:
     """Return a tree of frozen dataclasses, built in Python, as a config, with settings over its fields.
 
-    Values that do not fit their annotations are refused. Lists become tuples and ints floats where the annotation says
-    so, as in a gin file. An object without changes stays the same object.
+    Values that do not fit their annotations are refused. Lists become tuples and ints floats if the annotation requires
+    it, as in a gin file. An object without changes stays the same object.
 
     Args:
       settings: `Class.field` -> value: for every object of that class in the tree, as in a gin file without scopes.

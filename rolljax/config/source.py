@@ -255,7 +255,7 @@ class Bindings:
         if first in self._symbols and rest:
             with contextlib.suppress(ConfigError):
                 found[self._attribute(self._symbols[first], rest, selector, where)] = None
-        if len(found) > 1:  # prefer what is in use over what is only imported
+        if len(found) > 1:  # prefer classes in use over classes that are only imported
             found = {cls: None for cls in found if known.get(cls)} or found
         if not found and not (first in self._symbols and rest):
             found = dict.fromkeys(shipped_beside(known, selector))

@@ -235,7 +235,7 @@ def _audited(
         have = left.pop(entry.name, None)
         if have is None:
             wrong.append(f"missing: {entry.name}")
-            if len(wrong) > MAX_MISSING:  # whatever config.json says: it is of another model
+            if len(wrong) > MAX_MISSING:  # the folder is of another model, despite config.json
                 break
             continue
         expected.append(entry)

@@ -121,9 +121,9 @@ def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
 def mixed(x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: ExpertWeights) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, `[B, T, D]`.
 
-    When traced for a mesh (`axes.on_mesh`), the experts are sharded as `axes.PARAM_RULES` says. Inside a `shard_map`
-    (the sampler's) a device has its part of the experts if `expert` is manual, and of the feed-forward if `tensor` is
-    not.
+    When traced for a mesh (`axes.on_mesh`), the experts are sharded by `axes.PARAM_RULES`. Inside a `shard_map` (the
+    sampler's) a device has a part of the experts if the axis `expert` is manual, and a part of the feed-forward if the
+    axis `tensor` is not.
     """
     outer, mesh = jax.sharding.get_abstract_mesh(), current_mesh()
     experts = experts.each(lambda w: w.astype(x_BTD.dtype))

@@ -67,7 +67,7 @@ class _Renderer:
           ChildError: the process ended or did not answer in time. ConfigError: the template fails.
         """
         with self._lock, contextlib.ExitStack() as unless_answered:
-            unless_answered.callback(self.close)  # interrupted, too: the next answer belongs to nobody
+            unless_answered.callback(self.close)  # also if interrupted: no request must get the next answer
             answer = self._running().ask(request, deadline_s)
             unless_answered.pop_all()
         if "error" in answer:

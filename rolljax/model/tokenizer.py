@@ -109,7 +109,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # border: a foreign file; the library in Rust panics with what is no Exception
+    except BaseException as e:  # border: a foreign file; a panic of the Rust library is not an Exception
         raise CheckpointError(f"no tokenizer could be read from {folder}: {type(e).__name__}: {e}") from e
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is not None and core.normalizer is not None:  # of a file in another format, made while it was read
@@ -196,7 +196,7 @@ class Chat:
         """Return a tokenizer with a chat template of the user's choice.
 
         Args:
-          template: the path of a file, or 'plain': the texts as they are; empty: the tokenizer's own.
+          template: the path of a file, or 'plain': the unmodified texts; empty: the tokenizer's own template.
 
         Raises:
           ConfigError: there is no such file; 'plain' with a tokenizer that has no end-of-text token; an empty template

@@ -89,7 +89,7 @@ class TrajectoryBuilder:
         start = clock()
         try:
             yield
-        finally:  # what it waited for in vain as well
+        finally:  # also time that it waited in vain
             self.env_s += clock() - start
 
     def add(self, stream: TokenStream, answer: Completion, text: str, result: StepResult, weight: float) -> None:

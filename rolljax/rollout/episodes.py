@@ -134,7 +134,7 @@ class Barrier:
             for _, future in sorted(self._waiting, key=lambda w: w[0]):
                 if not future.done():
                     future.set_result(None)
-            if release:  # behind the episodes, which submit their first prompts now
+            if release:  # after the episodes, which submit their first prompts now
                 asyncio.get_running_loop().call_soon(release)
 
 

@@ -1,16 +1,16 @@
 """Decide which groups may start, which a step trains, and which are cancelled: no threads, no clock.
 
-A group is named by its prompt index, the place of its task in the task stream. It starts at some policy version and may
-be trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its *start*,
-so that a long answer counts as old as its oldest token. One set of rules serves synchronous and asynchronous training,
-dynamic sampling, redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
+A group is identified by its prompt index, the position of its task in the task stream. It starts at some policy version
+and may be trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its
+*start*, so that a long answer counts as old as its oldest token. One set of rules serves synchronous and asynchronous
+training, dynamic sampling, redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
 
 - *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups, and `spare_prompts` more, are in flight and ready
   together;
 - *oldest start first*: a step takes the ready groups that started first, so that short answers are not preferred;
 - *in time*: after a step at version `n`, of the groups that it did not take at most `(async_ratio - j) x
-  prompts_per_step` are of age `j` or older, for every `j`. Then the steps to come can train all of them while they are
-  young enough, and a step waits only for groups that would otherwise be too old: no started group is lost;
+  prompts_per_step` are of age `j` or older, for every `j`. The coming steps can then train all of them before they are
+    too old, and a step waits only for groups that would otherwise become too old: no started group is lost;
 - *by domain*: with several domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
   then holds within each domain: a group starts for the first place of the plan that has none, so a dropped group is
   replaced by one of its own domain;

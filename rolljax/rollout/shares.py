@@ -73,12 +73,12 @@ def spread(numbers: Mapping[str, int]) -> tuple[str, ...]:
 
 
 class StepPlan:
-    """The domain at every place of the steps of a phase. A step is planned when it is first asked for, with the shares
-    of that moment, and stays as it was planned.
+    """The domain at every place of the steps of a phase. A step is planned at its first use, with the shares of that
+    moment; the plan of a step never changes.
 
     Args:
-      prompts_per_step: places of a step. shares: those of a step, by its index in the phase; None: there is one domain,
-        without a name.
+      prompts_per_step: places of a step. shares: function from a step's index in the phase to its shares; None: there
+        is one domain, without a name.
     """
 
     def __init__(self, prompts_per_step: int, shares: Callable[[int], Shares] | None = None) -> None:

@@ -171,7 +171,7 @@ class StartCurriculum:
         """Return the index of the crucial chunk of an expert's episode (`crucial_fork`), or None."""
         went = self._rates.get(expert.id, {})
         rates = [(went.get(j, "").count("1"), len(went.get(j, ""))) for j in range(expert.turns)]
-        certain = rates[-1][1]  # behind the last chunk is the expert's success
+        certain = rates[-1][1]  # after the last chunk the expert has succeeded
         return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
 
     async def choose(self, task: Task, prompt_index: int) -> Start | None:

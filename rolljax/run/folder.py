@@ -292,9 +292,10 @@ class RunFolder(RunReader):
         return saved
 
     def retain(self, checkpoints: int, rollouts: int | None, best: int = 0) -> None:
-        """Take away all checkpoints but the newest `checkpoints` and the `best` of the highest held-out rewards, and
-        all but the newest `rollouts` files before the oldest of the newest (None: none), so that a run that goes on
-        from any of these ends with the same files."""
+        """Delete all checkpoints except the newest `checkpoints` and the `best` ones with the highest held-out rewards.
+        Of the files of
+        rollouts up to the oldest of the newest checkpoints, keep only the newest `rollouts` (None:
+        all). A run that resumes from any of the newest checkpoints thus ends with the same files."""
         self._retain_rollouts(rollouts, self.checkpoints.retain(checkpoints, best))
 
     def _retain_rollouts(self, keep: int | None, until: int) -> None:
@@ -313,7 +314,7 @@ class RunFolder(RunReader):
         recorded: Mapping[str, Any] | None = None,
         keep_rollouts: int | None = None,
     ) -> None:
-        """Drop metrics rows and rollouts of steps after `step`: they are about to be made again.
+        """Delete metrics rows and rollouts of steps after `step`, because the run repeats these steps.
 
         Args:
           warn: receives a sentence for each file of earlier steps that is missing or has changed.

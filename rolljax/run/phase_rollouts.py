@@ -239,7 +239,7 @@ class PhaseRollouts:
             self._warn(unfilled_step(phase, found, drawn))
             self._warn = None
 
-    # ---- what a step leaves behind
+    # ---- the end of a step
 
     def end_step(self, step: StepGroups, report: MetricsReport) -> ConsumedStep:
         """Update the start states from a step's episodes, and record in the progress the state from which the next step

@@ -284,8 +284,8 @@ def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
     Templates that write the date write `TEMPLATE_DAY`: samples must not depend on the day on which a run is resumed.
 
     Args:
-      run: a run folder of the recipe, which keeps the template of its first step. A recipe with another
-        `Recipe.chat_template` than the run has its own.
+      run: a run folder of the recipe, which stores the template of its first step. That template is used unless
+        `Recipe.chat_template` differs from the run's setting.
 
     Raises:
       ConfigError: there is no template, or none in the file that `Recipe.chat_template` names.

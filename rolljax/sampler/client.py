@@ -411,7 +411,7 @@ class Sampler(SamplerClient):
         return await future
 
     def _send(self, item: Callable[[], None]) -> None:
-        with self._closing:  # what is put in before the thread ends is looked at by the thread
+        with self._closing:  # the thread handles all calls put in before it ends
             if self._error:
                 raise SamplerError(f"the sampler has stopped: {self._error}")
             if self._held is None:

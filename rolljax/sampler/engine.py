@@ -381,7 +381,7 @@ class EngineWorker:
         self._params: Params | None = None
         self._state: DecodeState | None = None
         self._logits: dict[int, jax.Array] = {}
-        self._prefilling: jax.Array | None = None  # of the last prefill, until somebody has waited for it
+        self._prefilling: jax.Array | None = None  # of the last prefill, until it has been waited for
         self._num_tickets = 0
 
     @property

@@ -112,7 +112,7 @@ class SimulatedSampler:
             answer = self._waiting[0][2]
             if not answer.is_over:
                 if (replica := self._replica(answer)) is None:
-                    return  # nor is there room for the groups behind it
+                    return  # nor is there room for the groups after it
                 self._begin(answer, replica)
                 free -= 1
             heapq.heappop(self._waiting)

@@ -57,7 +57,7 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except Exception as e:  # border: whatever a library makes of an error of the disk
+    except Exception as e:  # border: a library may wrap an error of the disk in any exception
         number = _number(e)
         if number is not None:
             said = os.strerror(number)
@@ -124,7 +124,7 @@ def folder(path: Path) -> Iterator[Path]:
             yield temporary
             reach("written", path)
             sync_tree(temporary)
-        except Exception:  # border: whatever fills the folder
+        except Exception:  # border: any error of the code that fills the folder
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         if path.exists():

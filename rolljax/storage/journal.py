@@ -52,7 +52,7 @@ def parse(data: bytes, read: Callable[[Any], T], refuse: Callable[[int, Exceptio
         if line.strip() or refuse:
             try:
                 values.append(read(fields.parse(line)))
-            except Exception as e:  # border: whatever `read` makes of JSON that anybody may have written
+            except Exception as e:  # border: any error of `read` on untrusted JSON
                 if refuse:
                     raise refuse(i, e) from e
                 damaged += 1
@@ -127,7 +127,7 @@ class JsonLines:
                 while left:
                     left = left[os.write(descriptor, left) :]
             except OSError:
-                with contextlib.suppress(OSError):  # the next writer removes what is left of the line
+                with contextlib.suppress(OSError):  # the next writer removes the torn line
                     os.ftruncate(descriptor, start)
                 raise
         self._synced = False
@@ -194,7 +194,7 @@ class Journal:
         self.damaged = 0
         """Number of lines that were damaged, torn or discarded; their values are requested again."""
         self._offsets: dict[bytes, int] = {}
-        self._values: dict[bytes, Any] = {}  # those that are in no file
+        self._values: dict[bytes, Any] = {}  # values that no file holds
         self._lines: JsonLines | None = None
         if path is not None and path.is_file():
             self._read(path)

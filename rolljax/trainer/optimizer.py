@@ -124,8 +124,8 @@ class Optimizer(abc.ABC):
         """Build the transformation for a phase of `num_updates` optimizer updates.
 
         `update` takes one more argument than optax requires: where the boolean scalar `ok` is False, the state does not
-        change and the updates are 0. With `offload`, call it inside a jitted function whose state is placed as
-        `host_shardings` says, and do not compute with the returned state there: it is in host memory.
+        change and the updates are 0. With `offload`, call it inside a jitted function whose state has the placement of
+        `host_shardings`, and do not compute with the returned state there: it is in host memory.
         """
         rule = _gated(self.rule(num_updates))
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(rule) if self.offload else rule)

@@ -54,7 +54,7 @@ def page_of(run: ViewedRun, step: int | str, line: int | None) -> bytes:
 def _frozen(run: ViewedRun, step: int | str, line: int | None) -> Json:
     """Return the server's answers to the requests of the page, by address."""
     overview = run.overview()
-    private = ("path", "environment")  # of the machine, not of what is shown
+    private = ("path", "environment")  # about the machine, not about the shown step
     here = f"api/runs/{run.name}/steps/{_address(step)}"
     shown = {k: v for k, v in overview.items() if k not in private} | {
         "evaluations": [],

@@ -57,7 +57,7 @@ class Gemma3Config(DecoderConfig):
         "language_model.",
         "model.language_model",
         ("vision_tower.", "multi_modal_projector."),
-        {  # folders of Google's leave out what is so in `transformers`
+        {  # Google's folders leave out the defaults of `transformers`
             "vocab_size": 262_208,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,

@@ -1,7 +1,7 @@
 """JetStream's modules, adapted to import and run with today's JAX; and stand-ins for its interface if it is missing.
 
 JetStream has two public interfaces: the released package 0.2.2 and the head of its repository. Import its modules
-through `load`, which repairs what keeps 0.2.2 from running:
+through `load`, which repairs the obstacles to running 0.2.2:
 
     jax.tree_map                      gone from JAX; 0.2.2 calls it
     seqio                             its only import of TensorFlow; replaced by an empty module during the import

@@ -80,7 +80,7 @@ class Ipa(PolicyGradient):
     def advantages(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         outcome = np.where(rewards > 0, rewards, self.failure)
         own = credits.spread_turns(credits.discounted_outcomes(outcome, e.num_turns, self.gamma), e.turns, e.mask)
-        # an expert's turns led to success once, whatever follows them here
+        # an expert's turns led to success once, regardless of the policy's turns after them
         return np.where(e.expert, credits.expert_returns(e.expert_turns, e.turns, e.expert, self.gamma), own)
 
     def finish(

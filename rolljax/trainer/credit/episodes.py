@@ -36,9 +36,9 @@ class Episodes:
     texts, domains [N]: text of all answers, name of the environment. sampler_logp [N, T]: behaviour log-probs. expert
     [N, T]: tokens that were replayed, not sampled. expert_turns [N]: turns of the full episode they come from.
 
-    The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
-    (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp [S, N,
-    T]; values [M, N, T] of the state before the token;
+    The other arrays exist if the algorithm requested them (`Needs`): trainer_logp, recomputed before the step's first
+    update (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp
+    [S, N, T]; values [M, N, T] of the state before the token;
     """
 
     rewards: np.ndarray
