@@ -276,7 +276,8 @@ class ChatSession:
         return self._chat.text(tokens, behind=prompt)
 
     def _generate(self, prompt: np.ndarray, most: int) -> Sampled | None:
-        """Sample an answer to a prompt `[P]` and show its text as it arrives; Ctrl-C ends it. None: no token came."""
+        """Sample an answer to a prompt `[P]` and show its text while it is sampled; Ctrl-C ends it. Return None if no
+        token was sampled."""
         from rolljax.console.terminal import visible
         from rolljax.types import Sampled, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A run as a tree of settings. Every default is written at its field, here or in the room that the setting is of."""
+"""A run as a tree of settings. Every default is at its field, here or in the room that owns the setting."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Phase:
     def setup(
         self, max_turns: int, *, first: bool = False, environments: tuple[str, ...] = (), truncates: bool = False
     ) -> Setup:
-        """Return the settings that the algorithm is combined with.
+        """Return the settings with which the algorithm is combined.
 
         first: the phase is the run's first. environments: names of its domains. truncates: the sampling of one of these
         domains leaves tokens out."""
@@ -214,7 +214,7 @@ class Recipe:
     env: EnvSpec
     """The source of tasks and rewards."""
     phases: tuple[Phase, ...]
-    """Parts of the run, one after the other, each with its own name."""
+    """Phases of the run in their order, each with its own name."""
     reward: RewardConfig | None = None
     """Rewards of sampled episodes, in place of the environment's (docs/my_model.md)."""
     agent: AgentProgram | None = None

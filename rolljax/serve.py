@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 API_KEY = "ROLLJAX_API_KEY"
 MAX_CONTEXT = 4096
-"""Context of a model folder that allows more, unless `--max_context` asks for it."""
+"""Default context for models that allow a longer one; `--max_context` overrides it."""
 SIZES = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
 """Sizes of the sampler that may be named."""
 DTYPES = ("float32", "bfloat16")
 CLOSING_S = 5
-"""Seconds that answers get to be written after the last of them is done or given up."""
+"""Seconds for writing the last answers to their clients, after all answers are done or cancelled."""
 KEEP_ALIVE_S = 5
 """Seconds that a connection stays open without a request."""
 LINES = 4

@@ -102,7 +102,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer (they are part of it)."""
     stop: tuple[str, ...] = ()
-    """Texts that end it, at the token that completes one."""
+    """Texts that end the answer, at the token that completes such a text."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -227,7 +227,7 @@ class Turn:
     reward: float
     text: str
     weight: float = 1.0
-    """Weight of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
+    """Weight of the turn's loss in supervised training; 0 excludes a turn of a recorded conversation."""
     restart: bool = False
     """A new sequence starts with this turn, and `prompt_ids` is its whole prompt, because the conversation was cut or
     this is a second one. The trajectory is then several sequences to the model, and still one episode to credit."""
@@ -242,7 +242,7 @@ class Expert:
     """A recorded episode whose first turns others replay."""
 
     id: str
-    """A hash of its text."""
+    """A hash of the episode's text."""
     turns: int
     """Number of turns of the whole episode."""
 
@@ -266,19 +266,19 @@ class Trajectory:
     attempts: int = 1
     """The number of starts; more than 1 after faults of the infrastructure."""
     loops: int = 0
-    """Attempts that were discarded because the policy repeated itself to no effect."""
+    """Number of attempts that were discarded because the policy repeated itself without effect."""
     expert: Expert | None = None
     """The expert episode whose first turns were replayed before the policy took over; may be zero turns."""
     env_s: float = 0.0
     sample_s: float = 0.0
     trained: Mapping[str, TokenColumn] | None = None
-    """Training's numbers for its sampled tokens, by column; None: the trainer did not receive it."""
+    """Training results of the sampled tokens, by column; None if the trainer did not receive the trajectory."""
     reference: str | None = None
-    """The reference answer of its task (`EnvSpec.reference`); only shown to people."""
+    """The reference answer of the task (`EnvSpec.reference`); only for display."""
 
     @property
     def lost(self) -> bool:
-        """Return whether it failed for another reason than the policy's own loops."""
+        """Return whether the trajectory failed for another reason than the policy's own loops."""
         return self.status == "failed" and not (self.fault and self.fault.kind == "agent")
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rolljax.envs.checks import Act
 
 MUCH = 0.2
-"""Share of tasks from which on it is worth a warning that a player without knowledge solves them."""
+"""If a player without knowledge solves a larger share of the tasks than this, a warning is shown."""
 
 SECONDS = 120.0
 """Seconds in which all checks shall be done."""

@@ -21,8 +21,7 @@ _NONE_TYPE = type(None)
 
 
 class Mismatch(Exception):
-    """A value does not fit its annotation. want: completes the message `must be {want}`. remedy: a value to write
-    instead."""
+    """A value does not fit its annotation. want: completes the message `must be {want}`. remedy: how to fix it."""
 
     def __init__(self, want: str, remedy: str = "") -> None:
         super().__init__(f"must be {want}")

@@ -71,7 +71,7 @@ def _import_line(module: str, symbol: str) -> str:
 
 
 class _Writer:
-    """One tree on its way to text."""
+    """Writes one tree of objects as text."""
 
     def __init__(self, root: object) -> None:
         self._root = root

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHOWN = 32
 """Most trajectories of a table in a notebook."""
 SHOWN_CHARS = 400
-"""Most characters of a text in it."""
+"""Most characters of a text in such a table."""
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def given_recipe(self) -> Recipe | None:
-        """The recipe that this process trained the run by; None of a run that was only found in its folder."""
+        """The recipe, if it is in memory: this process trained the run, or `config` was read. Otherwise None."""
         return self._config.value if self._config is not None else None
 
     @property

@@ -27,7 +27,7 @@ it computes them in pieces of at most the second, and again in the backward pass
 
 
 class Window(NamedTuple):
-    """A layer that looks back only so far: at its own position and the `size - 1` before it, where `on` is True.
+    """A sliding window: where `on` is True, a token attends only to itself and to the `size - 1` positions before it.
 
     `on` may be traced: layers of both kinds run in one scan. No size: no layer has a window.
     """
@@ -82,7 +82,8 @@ def in_blocks(
 ) -> jax.Array:
     """Compute `attention` for a few blocks of queries, one after the other.
 
-    causal: the queries are all of their rows and see no later key: each block takes only the keys up to its end.
+    causal: the queries are all tokens of their rows and do not attend to later keys: each block takes only the keys up
+    to its end.
     """
     T = q_BTHC.shape[1]
     size = max(MIN_BLOCK, -(-T // MAX_BLOCKS))

@@ -34,7 +34,7 @@ def folder_remedy(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """`config.json` as it was read."""
+    """The `config.json` of a folder, and checked access to its fields."""
 
     path: str
     """The file, for errors."""

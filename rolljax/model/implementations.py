@@ -36,7 +36,7 @@ class Case(NamedTuple):
     """Attention to compute, as far as implementations care."""
 
     device: Any
-    """One of the devices that compute it."""
+    """One of the devices that compute the attention."""
     dtype: Any
     part: int
     """Queries of a row on one device."""

@@ -36,7 +36,8 @@ class Queries(NamedTuple):
 
     row_index: jax.Array
     run: jax.Array
-    """Number of the token's stretch of keys; below 0 and its own for every padding token, which so sees itself only."""
+    """Number of the token's stretch of keys. Every padding token has a number of its own below 0 and so attends only to
+    itself."""
     run_start: jax.Array
     group: jax.Array
     """The token's segment if the token attends to a shared prompt, else -1."""

@@ -23,7 +23,7 @@ from typing import Any
 MEMORY_BYTES = 2**30
 """Most bytes of the address space of the process."""
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
-"""Characters that a template may write, and further characters for each byte of its request."""
+"""Maximum number of characters that a template may write, and additional ones for each byte of its request."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in a message, in order of precedence."""
 
@@ -32,7 +32,7 @@ def render(template: str, variables: Mapping[str, Any], day: str | None = None) 
     """Render a template with `messages`, `tools` and further variables.
 
     Args:
-      day: that it is for the template, as ISO 8601 writes it; None: today.
+      day: the date that the template gets, in ISO 8601; None: today.
     """
     clock = {} if day is None else {"strftime_now": datetime.fromisoformat(day).strftime}
     return _compiled(template).render({**clock, **variables, "messages": [_message(m) for m in variables["messages"]]})
@@ -95,7 +95,7 @@ def answer(request: bytes) -> bytes:
 
 
 def limit_memory() -> None:
-    """Bound the memory of this process, and have the kernel end it before any other."""
+    """Limit the memory of this process, and make it the first that the kernel kills when memory runs out."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

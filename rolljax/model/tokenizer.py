@@ -173,7 +173,7 @@ _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
-    """A tokenizer with its chat template, seen as token streams."""
+    """A tokenizer with its chat template, for conversations as token streams."""
 
     tokenizer: Any
     replaced: bool = False
@@ -247,7 +247,7 @@ class Chat:
         return self._ids(messages, generate=True)
 
     def complete_ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return the ids of a conversation as the template renders it, its last answer closed, `[T]` int32."""
+        """Return the ids of a conversation rendered by the template, with its last answer closed, `[T]` int32."""
         return self._ids(messages, generate=False)
 
     def answer_ids(self, text: str) -> np.ndarray:
@@ -437,7 +437,7 @@ class Chat:
 
 
 def _with(tokenizer: Any, template: str) -> Any:
-    """Return a tokenizer with another chat template; the one that is given keeps its own."""
+    """Return a copy of a tokenizer with another chat template; the given tokenizer is unchanged."""
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer

@@ -293,9 +293,10 @@ class RunFolder(RunReader):
 
     def retain(self, checkpoints: int, rollouts: int | None, best: int = 0) -> None:
         """Delete all checkpoints except the newest `checkpoints` and the `best` ones with the highest held-out rewards.
-        Of the files of
-        rollouts up to the oldest of the newest checkpoints, keep only the newest `rollouts` (None:
-        all). A run that resumes from any of the newest checkpoints thus ends with the same files."""
+
+        Of the files of rollouts up to the oldest of the newest checkpoints, keep the newest `rollouts` (None: all). A
+        run that resumes from any of the newest checkpoints thus ends with the same files.
+        """
         self._retain_rollouts(rollouts, self.checkpoints.retain(checkpoints, best))
 
     def _retain_rollouts(self, keep: int | None, until: int) -> None:

@@ -45,7 +45,7 @@ class Gemma3Config(DecoderConfig):
     global_every: int = 6
     """Distance between global layers: a layer is global if its number divided by this has the remainder 0."""
     query_scalar: float | None = None
-    """Queries are scaled by its inverse square root (None: `head_dim`)."""
+    """Queries are scaled by the inverse square root of this number (None: `head_dim`)."""
     logit_softcap: float | None = None
     """Logits z become `cap * tanh(z / cap)`."""
 
