@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 ACCEPTED = {"Accept-Encoding": "gzip"}
 """Request header that asks for the only compression that `Unpacker` reads."""
 MAX_PIECE = 1 << 16
-"""Bytes that are unpacked at a time."""
+"""Maximum number of bytes that are unpacked at a time."""
 MAX_ERROR_BYTES = 1 << 16
-"""Bytes of the body of an error that are read."""
+"""Maximum number of bytes that are read of an error's body."""
 _GZIP = zlib.MAX_WBITS | 16
 
 

@@ -16,9 +16,9 @@ from rolljax import reading
 from rolljax.errors import ConfigError, needed
 
 MAX_ANSWER_CHARS = 2**20
-"""Characters of an answer that an environment gets; the rest is cut off."""
+"""Maximum number of characters of an answer that an environment gets; the rest is cut off."""
 MAX_DEPTH = 32
-"""Lists and objects within each other that JSON of a policy may have."""
+"""Maximum depth of nested lists and objects in JSON of a policy."""
 END_OF_THINKING = "</think>"
 """Tag that models write between their thoughts and their answer."""
 

@@ -77,11 +77,11 @@ class ProgramStream:
         os.close(self._stderr)
 
     def stderr(self) -> bytes:
-        """Return its standard error, the middle cut out."""
+        """Return the program's standard error; the middle of a long one is cut out."""
         return self._said.value()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return its exit code, None while it runs.
+        """Return the program's exit code; None while it runs.
 
         Raises:
           InfraError: it could not be started.
@@ -99,7 +99,7 @@ class ProgramStream:
         self._handle.kill()
 
     def close(self) -> None:
-        """Kill it if it still runs, and free everything."""
+        """Kill the program if it still runs, and free everything."""
         if self._closed:
             return
         self._closed = True

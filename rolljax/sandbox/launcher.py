@@ -25,9 +25,8 @@ ANSWER_S = 30.0
 
 
 class SandboxHandle:
-    """A sandbox as the host sees it.
-
-    exit: how it ended (code, started, killed_by, error), filled in when nothing of it is left.
+    """The host's handle of a sandbox. exit: how the sandbox ended (code, started, killed_by, error), set when all its
+    processes are gone.
     """
 
     def __init__(self, launcher: Launcher, number: int, on_exit: Callable[[], None]) -> None:
@@ -43,12 +42,12 @@ class SandboxHandle:
         return self._over.is_set()
 
     def kill(self, why: str = "host") -> None:
-        """Request its end; returns at once."""
+        """Request the end of the sandbox; return at once."""
         if not self.over:
             self._launcher.tell(op="kill", sandbox=self.id, why=why)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait; return whether it ended within the time."""
+        """Wait for the end of the sandbox; return whether it ended within the time."""
         return self._over.wait(timeout_s)
 
     def finished(self, message: dict[str, Any]) -> None:
@@ -246,7 +245,7 @@ def _folder() -> str:
 
 
 def _in_memory(content: bytes) -> int:
-    """Open a descriptor to read `content` from."""
+    """Return a descriptor from which `content` can be read."""
     fd = os.memfd_create("rolljax", os.MFD_CLOEXEC)
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)

@@ -192,7 +192,7 @@ class Sandbox:
         return {**used, "alive": self.alive, "age_s": self.age_s}
 
     def close(self) -> None:
-        """Kill everything in it. Returns when it is gone, or after half a minute."""
+        """Kill everything in the sandbox. Returns when the sandbox is gone, or after half a minute."""
         with self._lock:
             if self._closed:
                 return
@@ -243,7 +243,7 @@ class Sandbox:
 
 
 def collect(box: Sandbox, paths: Sequence[str], max_bytes: int = 1 << 20) -> dict[str, bytes]:
-    """Return those of `paths` that are regular files of at most `max_bytes`; others are left out."""
+    """Return the contents of those `paths` that are regular files of at most `max_bytes`; other paths are left out."""
     found = {}
     for path in paths:
         with contextlib.suppress(EnvError):

@@ -36,7 +36,7 @@ class KeyDoor(EnvSpec):
     doors: Annotated[int, Range(low=1, high=8)] = 1
     """Number of locked doors."""
     room: Annotated[int, Range(low=2, high=12)] = 3
-    """Cells of a room's side."""
+    """Number of cells of a room's side."""
     max_turns: int = 20
     """Moves after which the episode is cut; at least the length of the longest possible path."""
     seed: int = 0

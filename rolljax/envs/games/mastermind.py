@@ -32,13 +32,13 @@ class Mastermind(EnvSpec):
     runs = "inline"
 
     length: int = 3
-    """Digits of the code."""
+    """Number of digits of the code."""
     digits: Annotated[int, Range(low=2, high=9)] = 6
     """The largest one."""
     max_turns: Annotated[int, Range(low=1)] = 8
     """Guesses before the episode is cut."""
     boxed: bool = False
-    r"""Read the code from `\boxed{}`."""
+    r"""Whether to read the code from `\boxed{}`."""
     seed: int = 0
     """Seed of the tasks."""
 

@@ -39,19 +39,19 @@ class Sokoban(EnvSpec):
     runs = "inline"
 
     size: Annotated[int, Range(low=5, high=20)] = 6
-    """Cells of a side, at least 5."""
+    """Number of cells of a side, at least 5."""
     boxes: int = 1
     """Number of boxes in a room."""
     wall_frac: Annotated[float, Range(low=0, high=0.4)] = 0.1
     """Share of inner cells that are walls."""
     distance: Annotated[int, Range(low=1)] = 2
-    """Rows plus columns from the boxes to their nearest targets, together, at least: the larger, the less a random walk
-    solves."""
+    """Lower bound on the sum, over all boxes, of the distance to the nearest target (rows plus columns); the larger,
+    the fewer levels a random walk solves."""
     max_turns: int = 20
     """Moves before the episode is cut."""
     shaped: bool = False
-    """The rewards of that paper instead: -0.1 per turn, +1 for a box pushed onto a target, -1 for one pushed off, +10
-    when solved."""
+    """Whether to use the rewards of arXiv 1707.06203: -0.1 per turn, +1 for a box pushed onto a target, -1 for one
+    pushed off, +10 when solved."""
     seed: int = 0
     """Seed of the tasks."""
 

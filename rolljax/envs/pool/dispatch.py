@@ -30,13 +30,14 @@ from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.types import Task
 
 MAX_START_FAILURES = 5
-"""Starts in a row that may fail before the episodes that wait for a worker fail too."""
+"""Number of failed starts in a row after which the episodes that wait for a worker fail too."""
 
 SOON_S = 2.0
-"""Episodes wait this long for a worker that is being started before they are put into full ones."""
+"""Seconds that episodes wait for a worker that is being started before they join workers that already hold their
+share."""
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
-"""Pause after a start that failed; it doubles each time."""
+"""First and longest pause in seconds after a failed start; the pause doubles each time."""
 
 
 class Dispatcher:
@@ -53,7 +54,7 @@ class Dispatcher:
         self._inbox: collections.deque[WorkerCall] = collections.deque()
         self._backlog: collections.deque[WorkerCall] = collections.deque()
         self._apart: collections.deque[WorkerCall] = collections.deque()
-        """Resets of suspects, who wait for a worker each."""
+        """Resets of suspected tasks; each waits for an empty worker."""
         self._worker_slots: list[WorkerSlot] = []
         self._workers: dict[int, PoolWorker] = {}
         self._awake = False
@@ -122,7 +123,7 @@ class Dispatcher:
         self._report(call, None if failed else value, value if failed else None)
 
     def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
-        """Note that the worker is gone."""
+        """Record that the worker is gone."""
         if (worker := self._workers.get(generation)) is not None:
             self._lose(worker, why, cause, output)
 

@@ -139,7 +139,7 @@ def check_answer(text: Any, max_bytes: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception, short, and even if it cannot be shown."""
+    """Return type and text of an exception, shortened; works even if the exception cannot be formatted."""
     try:
         text = str(error)
     except Exception:  # border: an exception of an environment is its code
@@ -222,5 +222,5 @@ class EpisodeRunner:
 
     @property
     def closes(self) -> bool:
-        """Return whether there is something to close."""
+        """Return whether an environment is open that defines `close`."""
         return self._env is not None and type(self._env).close is not Env.close

@@ -31,7 +31,7 @@ ORDER = struct.Struct("!cI")
 number, which is unique."""
 
 OUTPUT_BYTES = 65_536
-"""Bytes that are kept of the output of each process."""
+"""Maximum number of bytes that are kept of the output of each process."""
 
 END_S = 1.0
 """Seconds that workers have to close their episodes after the pool is gone."""

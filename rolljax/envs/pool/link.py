@@ -16,13 +16,13 @@ class LinkEvents(Protocol):
     """Receives the events of a link's workers."""
 
     def ready(self, generation: int) -> None:
-        """Note that the worker accepts requests."""
+        """Record that the worker accepts requests."""
 
     def replied(self, generation: int, payload: bytes) -> None:
         """Handle a line from the worker."""
 
     def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
-        """Note that the worker is gone."""
+        """Record that the worker is gone."""
 
 
 class WorkerLink(Protocol):
@@ -42,7 +42,7 @@ class WorkerLink(Protocol):
         """Pass requests on to a worker, in their order."""
 
     def kill(self, generation: int) -> None:
-        """End it now; no event follows."""
+        """End a worker now; no event follows."""
 
     def poll(self, timeout_s: float, events: LinkEvents) -> None:
         """Wait until something happens or `wake` is called, and report it to `events`."""

@@ -57,25 +57,25 @@ class PoolStats:
     """Counts since the pool was made; `opened == closed + open`."""
 
     opened: int
-    """Episodes whose reset succeeded."""
+    """Number of episodes whose reset succeeded."""
     closed: int
     open: int
     failed: int
-    """Episodes whose reset failed or was cancelled."""
+    """Number of episodes whose reset failed or was cancelled."""
     steps: int
     """Number of successful steps."""
     restarts: int
-    """Workers, actors or threads that were replaced."""
+    """Number of workers, actors or threads that were replaced."""
     timeouts: Mapping[str, int]
     """Limits that were exceeded, by stage (start, reset, step, reference_answer, rejected, close, episode)."""
     faults: Mapping[str, int]
-    """Episodes by the kind of their first fault (env, infra, limit)."""
+    """Number of episodes by the kind of their first fault (env, infra, limit)."""
     crashes: int
-    """Ends of workers that a task is blamed for."""
+    """Number of workers whose end a task is blamed for."""
     set_aside: int
-    """Tasks that had too many of them."""
+    """Number of tasks that are set aside because of too many crashes."""
     under_way: Mapping[str, int]
-    """Calls without an answer, by verb."""
+    """Number of calls without an answer, by verb."""
 
 
 class EnvPool:
@@ -185,9 +185,8 @@ class EnvPool:
 
 
 class Episode:
-    """One episode, from its opening to `close`. One call at a time.
-
-    opening: the conversation it begins with. domain: its name in a mixture, else empty.
+    """One episode, from its opening to `close`. One call at a time. opening: the conversation that the episode begins
+    with. domain: its name in a mixture, else empty.
     """
 
     def __init__(self, pool: EnvPool, slot: EpisodeSlot, initial_messages: tuple[Message, ...]) -> None:
@@ -225,7 +224,7 @@ class Episode:
         return result
 
     async def reference_answer(self) -> str:
-        """Return an action that a perfect policy would take now. Raises like `step`."""
+        """Return the next action of a perfect policy. Raises like `step`."""
         return str(await self._do("reference_answer", None))
 
     async def rejected(self) -> str:

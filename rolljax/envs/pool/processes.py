@@ -25,7 +25,7 @@ from rolljax.errors import ConfigError, needed
 
 NUM_PROCESSES = max(8, min(64, 2 * (os.cpu_count() or 1)))
 LINGER_S = 0.2
-"""A worker that closed its connection and lives on is killed after this time."""
+"""Seconds after which a worker that closed its connection but still runs is killed."""
 SECRET = re.compile(r"(^|_)(API|AUTH|CREDENTIALS?|KEY|PASSWD|PASSWORD|PAT|SECRET|TOKEN)(_|$)", re.IGNORECASE)
 
 
@@ -67,7 +67,7 @@ def spec_bytes(spec: EnvSpec) -> bytes:
 
 @dataclasses.dataclass(eq=False)
 class _ProcessPeer:
-    """A worker as seen from here."""
+    """The pool's end of the connection to a worker."""
 
     generation: int
     sock: socket.socket
@@ -76,7 +76,7 @@ class _ProcessPeer:
     writing: bool = False
     open: bool = True
     shut_s: float = 0.0
-    """Time at which its end of the connection was closed."""
+    """Time at which the worker closed its end of the connection."""
     closed_itself: bool = False
 
 

@@ -23,9 +23,10 @@ from rolljax.errors import EnvError, InfraError, RolljaxError
 from rolljax.types import Task
 
 AT_ONCE = 16
-"""Threads for calls of microseconds: with this many, the interpreter's lock never holds up all of them at once."""
+"""Number of threads that are started without delay; enough for calls of microseconds, which the interpreter's lock
+never holds up all at once."""
 HELD_S = 0.002
-"""A thread that is in one call for this long waits for something outside."""
+"""Seconds in one call after which a thread counts as waiting for another process or machine."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -94,7 +95,7 @@ class ThreadBackend:
         return ThreadSlot(self, EpisodeRunner(self._spec, self._cfg.max_observation_bytes))
 
     def submit(self, call: _Call) -> None:
-        """Hand a call to the threads; start one more when all of them may be held up."""
+        """Pass a call to the threads; start one more when all of them may be blocked."""
         with self._lock:
             if self._under_way >= len(self._threads) and len(self._threads) < self._max_threads:
                 if len(self._threads) < AT_ONCE:
@@ -180,7 +181,7 @@ class ThreadBackend:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """Start threads where all are held up, and write off those whose call is over its limit."""
+        """Start threads if all are blocked, and give up threads whose call is over its limit."""
         pause_s = min(1.0, min(self._cfg.reset_s, self._cfg.step_s, self._cfg.close_s) / 4)
         while not self._closed.is_set():
             if self._crowded.wait(pause_s):

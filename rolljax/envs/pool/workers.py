@@ -40,13 +40,13 @@ class PoolWorker:
     generation: int
     worker_slot: WorkerSlot
     since_s: float
-    """Time at which its start began, or at which its oldest call became the oldest."""
+    """Time at which the worker's start began, or at which its oldest call became the oldest."""
     ready: bool = False
     lost: str = ""
-    """The reason why it has ended; empty while it runs."""
+    """The reason why the worker has ended; empty while it runs."""
     cause: Cause = "machine"
     culprit: RemoteSlot | None = None
-    """The slot whose call ended it, if known."""
+    """The slot whose call ended the worker, if known."""
     answered: bool = False
     hosted: int = 0
     is_apart: bool = False

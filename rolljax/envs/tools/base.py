@@ -67,7 +67,7 @@ class ToolSpec:
     input_schema: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of the object of its arguments."""
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Hints of MCP (`readOnlyHint`), not relied on."""
+    """Hints of MCP (`readOnlyHint`); rolljax does not rely on them."""
 
     @property
     def parameters(self) -> Mapping[str, Mapping[str, Any]]:
@@ -109,7 +109,7 @@ class ToolResult:
     ms: float = 0.0
     """Duration of the call in milliseconds."""
     bytes: int = 0
-    """Size of the whole text."""
+    """Size of the whole text in bytes."""
     truncated: bool = False
     """Whether `text` is shorter than the whole result."""
 
@@ -118,7 +118,7 @@ class ToolResult:
         return ToolResult(text, is_error=True, kind=kind)
 
     def told(self, limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """Return the text for the policy: its start and its end, if the whole is too long."""
+        """Return the text for the policy: the start and the end of the text, if all of it is too long."""
         return clip(self.text, limits.shown_bytes)[0]
 
 

@@ -39,7 +39,7 @@ class PythonTools(Tools):
 
 
 class FunctionToolSet(ToolSet):
-    """Functions or bound methods as the tools of one episode. State that they change is the environment's own."""
+    """Functions or bound methods as the tools of one episode. Any state that they change belongs to the environment."""
 
     def __init__(self, functions: Sequence[Callable[..., Any] | str], *, waits: bool = False) -> None:
         self._functions = _described(tuple(functions))

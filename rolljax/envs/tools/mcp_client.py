@@ -45,11 +45,11 @@ class McpTools(Tools):
     """`sandbox` (no network, no files of this machine but `files`) or `process`, a plain process of this user, for
     servers that are trusted."""
     files: tuple[tuple[str, str], ...] = ()
-    """Put into the sandbox's work folder, as (name there, path here)."""
+    """Files that are copied into the sandbox's work folder, as (name in the sandbox, path on this machine)."""
     url: str = ""
     """URL of a server that uses streamable HTTP."""
     server: str = ""
-    """Import path of one in this process (an `MCPServer` or `Server` of the SDK, or a function that makes one)."""
+    """Import path of a server in this process (an `MCPServer` or `Server` of the SDK, or a function that makes one)."""
     shared: bool = True
     """Whether all episodes of a process share one connection; if False, each episode has its own connection, and with
     `command` its own server."""
@@ -113,7 +113,8 @@ class McpToolSet(ToolSet):
 
 
 class _Connection:
-    """One client. A task of the loop holds it open, because the SDK wants to be left where it was entered."""
+    """One client. A task of the event loop holds it open, because the SDK's contexts must be left in the task that
+    entered them."""
 
     def __init__(self, cfg: McpTools) -> None:
         self.cfg = cfg
@@ -189,14 +190,14 @@ class _Connection:
 
     @property
     def gone(self) -> bool:
-        """Return whether calls of it have failed for good, or its process has ended."""
+        """Return whether the server has failed for good, or its process has ended."""
         return bool(self.dead) or (self._process is not None and not self._process.alive)
 
     def call(self, name: str, arguments: dict[str, Any], limits: ToolLimits) -> ToolResult:
         """Run a tool of the server.
 
         Raises:
-          InfraError: the server is dead, or all its places have been taken for too long.
+          InfraError: the server is dead, or had no free place for too long.
         """
         if self.dead:
             raise InfraError(self.dead)
@@ -245,7 +246,7 @@ class _Connection:
             raise
 
     def _die(self, why: str) -> None:
-        """Note that the server is gone, and how it ended where that is known."""
+        """Record that the server is gone, and how it ended, if that is known."""
         if self._process is not None:
             why = self._process.state()
         self.dead = self.dead or f"MCP server {self.cfg.title}: {why}"

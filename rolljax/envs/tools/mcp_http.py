@@ -22,7 +22,7 @@ async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
     from mcp.shared._httpx_utils import MCP_DEFAULT_SSE_READ_TIMEOUT, MCP_DEFAULT_TIMEOUT
 
     class Unpacked(httpx2.AsyncByteStream):
-        """A body that is unpacked in pieces, and broken off once it is too long."""
+        """A body that is unpacked in pieces; reading it fails once it is too long."""
 
         def __init__(self, body: httpx2.AsyncByteStream, unpacker: Unpacker) -> None:
             self.body, self.unpacker = body, unpacker

@@ -60,7 +60,7 @@ async def pipe_transport(server: Child) -> AsyncIterator[tuple[Any, Any]]:
 
 
 def _message(line: bytes) -> Any:
-    """Parse a line as a message; one that cannot be read is the error of the call that it answers."""
+    """Parse a line as a message. For a line that cannot be read, return an error of the call that it answers."""
     import mcp_types as types
     from mcp.shared.message import SessionMessage
 

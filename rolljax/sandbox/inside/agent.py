@@ -108,7 +108,7 @@ def exit_code(status: int) -> int:
 
 
 class Shell:
-    """A bash. `code` is None until it ended."""
+    """A bash shell. `code` is None until it ended."""
 
     def __init__(self, cwd: str) -> None:
         self.number = 0
@@ -204,7 +204,7 @@ class Shell:
         return self.code is not None
 
     def close(self, before: set[int] | None = None) -> None:
-        """End it and its child processes that are not in `before`."""
+        """End the shell and its child processes that are not in `before`."""
         if not self.ended():
             signal_all({self.pid} | (descendants(self.pid) - (before or set())), signal.SIGKILL)
             self.code = exit_code(os.waitpid(self.pid, 0)[1])

@@ -329,7 +329,7 @@ def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str
 
 
 def error_of(call: Callable[[], object]) -> BaseException | None:
-    """Return the exception of the tests' own code; None when it ends in order."""
+    """Return the exception of the tests' own code; None if it ends without one."""
     try:
         call()
     except BaseException as e:  # border: the code of a test, which may also exit

@@ -21,7 +21,7 @@ class Lost(Exception):
 
 
 def send(fd: int, header: Mapping[str, Any], blob: bytes = b"", deadline: float | None = None) -> None:
-    """Write one frame. deadline: of `time.monotonic`, for all of it."""
+    """Write one frame. deadline: time of `time.monotonic` until which the whole frame must be written."""
     text = json.dumps(header).encode()
     left = memoryview(HEAD.pack(len(text), len(blob)) + text + blob)
     try:

@@ -25,7 +25,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unshare(flags: int) -> None:
-    """Leave the name spaces that `flags` name for new ones."""
+    """Move into new name spaces of the kinds in `flags`."""
     if libc.unshare(flags):
         raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))
 
@@ -102,7 +102,7 @@ def private_net() -> None:
 
 
 def in_child(call: Callable[[], None]) -> bool:
-    """Return whether a child process can do something."""
+    """Run a function in a child process; return whether it succeeds there."""
     pid = os.fork()
     if pid == 0:
         try:

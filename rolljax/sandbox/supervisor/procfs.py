@@ -147,7 +147,7 @@ class ProcFolder:
             return ""
 
     def num_files(self, path: str) -> int:
-        """Open files of a process. Linux 6.2 and later."""
+        """Return the number of open files of a process. Linux 6.2 and later."""
         try:
             return os.stat(f"{path}/fd", dir_fd=self._fd).st_size
         except OSError:
