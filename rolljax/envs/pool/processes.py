@@ -76,7 +76,7 @@ class _ProcessPeer:
     writing: bool = False
     open: bool = True
     shut_s: float = 0.0
-    """Time at which the worker closed its end of the connection."""
+    """Time at which the connection to the worker was closed."""
     closed_itself: bool = False
 
 
