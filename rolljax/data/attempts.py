@@ -221,7 +221,7 @@ def attempts_of(record: Record) -> list[dict[str, Any]]:
     found = record.get(ATTEMPTS)
     if not isinstance(found, list) or not found or not all(isinstance(a, dict) and "reward" in a for a in found):
         raise DataError(
-            f"a record has no attempts: put Attempts or FromRollouts before this stage: {str(record)[:200]}"
+            f"a record has no attempts: put SampleAttempts or FromRollouts before this stage: {str(record)[:200]}"
         )
     return found
 

@@ -52,7 +52,7 @@ def test_rejection_sampling_keeps_what_is_right_and_differs(tmp_path):
     assert [r["answer"] for r in rows] == [tried[i][0] for i in (0, 3, 5, 6)]
     assert ledger["dropped"] == {"no_good_attempt": 1} and ledger["counts"]["attempts_good"] == 7
     assert Records(path=str(tmp_path / "out" / "data.jsonl")).record(1).answers[0].text == tried[3][0]
-    with pytest.raises(DataError, match="put Attempts or FromRollouts before"):
+    with pytest.raises(DataError, match="put SampleAttempts or FromRollouts before"):
         through(tmp_path, rejection.RejectionSampling(), records=[{"prompt": "x"}])
 
 
