@@ -19,7 +19,7 @@ MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that rows of a batch are split over."""
 SLOT_AXES = (*BATCH_AXES, "context")
-"""Mesh axes that the slots of the sampler are split over. The sampler never splits a row, so `context` holds slots too."""
+"""Mesh axes that the slots of the sampler are split over; it never splits a row, so `context` holds slots too."""
 
 Rules = Mapping[str, tuple[str, ...]]
 
