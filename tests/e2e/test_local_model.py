@@ -156,7 +156,8 @@ def taught(judge, verdicts, steps=200):
     chat, model = Chat(byte_tokenizer()), Model(Qwen3Config(num_layers=1, init_std=0.1))
     rows, says = [], []
     for answer, verdict in verdicts.items():
-        prompt = chat.prompt_ids(judge.messages(SPEC.task(0), answer, "", 0))
+        [asked] = judge.prompts(RewardContext(SPEC), SPEC.task(0), answer).values()
+        prompt = chat.prompt_ids(asked)
         said = chat.answer_ids(verdict)
         rows.append(np.concatenate([prompt, said]))
         says.append(np.arange(len(rows[-1])) >= len(prompt))
