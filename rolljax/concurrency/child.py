@@ -1,8 +1,8 @@
 """Child processes that receive lines and answer with lines.
 
 A `Child` has a clean environment, a session of its own, and a limit on the length of a line. Its standard error is read
-while somebody waits for it, and its end is part of error messages. When a child ends or is killed, everything that it
-started is killed too; when this process dies, `orphan_guard.py` kills its children.
+while a caller waits for it, and the last lines are part of error messages. When a child ends or is killed, everything
+that it started is killed too; when this process dies, `orphan_guard.py` kills its children.
 
 The methods are for one thread at a time, or for one event loop: `receive` and `stop` block, `areceive` and `astop` are
 coroutines. `kill` is for every thread.

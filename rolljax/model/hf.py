@@ -165,7 +165,7 @@ def load(
 
     Args:
       computed: return matrices in the model's compute dtype, as `Model.computed` does; otherwise all is float32.
-      beside: names of further tensors that the files may hold; these tensors are not read.
+      beside: names of more tensors that the files may hold; these tensors are not read.
 
     Raises:
       CheckpointError: files are unreadable, or tensors are missing, unknown, not floats, or of another shape than

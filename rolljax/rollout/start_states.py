@@ -7,7 +7,7 @@ or starts after every chunk are tried in parallel (parallel initialisation). A c
 policy samples between two observations.
 
 The environment reaches the start by a replay of the expert's actions in a fresh episode. Its observations must be
-exactly those that the expert got.
+exactly the ones that the expert got.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class Publisher:
         if version != self._sampler.version or self._sampler.asleep:
             with self._watchdog.waiting_for("the sampler to take new weights"):
                 with timed(seconds, "time/push_s"):
-                    snapshot = self._source.push(version)
-                    self._sampler.prepare(snapshot)
+                    # the snapshot has no name here, so that the trainer's copy is free before the swap
+                    self._sampler.prepare(self._source.push(version))
                 with timed(seconds, "time/swap_s"):
                     self._sampler.swap(version)
         return seconds

@@ -29,14 +29,13 @@ class WeightSink(Protocol):
     """Takes snapshots for the engine of one sampler."""
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Bring the weights of a snapshot to the sampler's devices, beside those in use. Decoding continues."""
+        """Bring the weights of a snapshot to the sampler's devices, next to those in use. Decoding continues."""
 
     def swap(self, version: int) -> None:
         """Replace the weights in use by those of version `version`, which were prepared. Called between two dispatches.
 
         Raises:
-          SamplerError: weights of that version were not prepared, or the received weights differ from those that were
-            sent.
+          SamplerError: weights of that version were not prepared, or the received weights differ from the sent ones.
         """
 
 

@@ -226,7 +226,7 @@ class _DockerfileReader:
             self.steps.append(RunCommand(command, self.workdir, {**self._args, **self.env}))
 
     def _without_installs(self, command: str) -> str:
-        """Return a command without the parts that install packages; add those that are not `PROVIDED` to `packages`."""
+        """Return a command without the parts that install packages; add those not `PROVIDED` to `packages`."""
         parts = [p.strip() for p in command.split("&&")]
         if not any(_INSTALL.match(p) for p in parts):
             return command

@@ -251,7 +251,7 @@ def test_a_child_that_ends_although_what_it_started_holds_its_pipes(start):
 
 @faces
 def test_a_child_may_end_in_order_within_its_grace(start, tmp_path, face):
-    """Also when nobody reads what it writes."""
+    """Also when no process reads its output."""
     done = tmp_path / "done"
     child = start(f"sys.stdin.read(); say('x' * 3000000); open({str(done)!r}, 'w')")
     if face == "threads":
