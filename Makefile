@@ -64,7 +64,7 @@ test-newest:
 	else $(MAKE) --no-print-directory $(VENV)-newest/.installed && \
 	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
 	$(VENV)-newest/bin/python -m pytest $(NEWEST_TESTS) -n 2 --dist loadfile && \
-	$(VENV)-newest/bin/python -m pytest tests/e2e/test_accelerator.py -m slow && \
+	$(VENV)-newest/bin/python -m pytest tests/e2e/test_accelerator.py -m sweep && \
 	folder=$$(mktemp -d) && JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m rolljax.train --gin quickstart \
 	--run_dir $$folder/quickstart --set 'warm_start/Phase.steps = 8' --set 'rl/Phase.steps = 4' && rm -r $$folder; fi
 

@@ -1,7 +1,7 @@
 """Every algorithm on problems of seconds, and on one small language model.
 
     python benchmarks/algorithms.py --figure docs/algorithms_bench.png      # minutes on two cores; tables and curves
-    python benchmarks/algorithms.py --only grpo.Grpo topr.Topr --seeds 3    # some of them, printed only
+    python benchmarks/algorithms.py --only grpo.Grpo topr.Topr --seeds 3    # some of them; --figure saves them too
     python benchmarks/algorithms.py --lm grpo.Grpo cispo.Cispo              # the quickstart's model; all without names
 
 Numbers go to docs/curves/algorithms.json (numbers of other parts stay). `--redraw` runs nothing: it prints the tables
@@ -43,6 +43,7 @@ from rolljax.trainer.algorithms.opd import Teacher
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rebn import ReBn
 from rolljax.trainer.algorithms.reinforce import Reinforce
+from rolljax.trainer.algorithms.spiral import Spiral
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
@@ -105,6 +106,10 @@ def why_not(algorithm: Algorithm) -> str:
     if not algorithm.trains_policy:
         return "does not train the policy"
     needs = algorithm.needs()
+    if isinstance(algorithm, Spiral):
+        return "plays both roles of a game: see nim"
+    if needs.context:
+        return "scores answers after another prompt, a table has none"
     if needs.attention:
         return "needs attention maps, a table has none"
     if needs.divergence:
@@ -141,10 +146,10 @@ def success(history: toys.History) -> Numbers:
     }
 
 
-def bandit_runs(names: Sequence[str], seeds: int, steps: int) -> Iterable[Run]:
+def bandit_runs(seeds: int, steps: int) -> Iterable[Run]:
     for name, cls in found().items():
         algorithm = make(name, cls)
-        if why_not(algorithm) or (names and name not in names):
+        if why_not(algorithm):
             continue
         for lag in LAGS:
 
@@ -224,6 +229,18 @@ def guess_runs(seeds: int, steps: int) -> Iterable[Run]:
             }
 
         yield Run("guess", f"ReBN, gamma {gamma}", 0, steps, go)
+
+
+def nim_runs(seeds: int, steps: int) -> Iterable[Run]:
+    for name, by_role in (("a baseline for each role", True), ("one for both", False)):
+
+        def go(advance: Advance, by_role: bool = by_role) -> Numbers:
+            h = toys.train(toys.Nim, Spiral(by_role=by_role), seeds=seeds, steps=steps, lr=20, advance=advance)
+            last = h.measured["right"][:, -1]
+            numbers = {"final": round(float(last.mean()), 4), "worst_seed": round(float(last.min()), 4)}
+            return {"right": curve(h.measured["right"]), **numbers}
+
+        yield Run("nim", name, 0, steps, go)
 
 
 def critic_runs(seeds: int, steps: int) -> Iterable[Run]:
@@ -430,6 +447,7 @@ def tables(data: Mapping[str, Any]) -> dict[str, str]:
     ]
     guess = [[n, *(f"{x[k]:.2f}" for k in ("final_turns", "final"))] for n, x in _by_name(data["guess"])]
     of_critics = ("deviation", "error", "correlation", "std_of_one_over_mean")
+    nim = [[n, *(f"{x[k]:.3f}" for k in ("final", "worst_seed"))] for n, x in _by_name(data["nim"])]
     critics = [[n, *(x[k] for k in of_critics)] for n, x in _by_name(data["critics"])]
     of_mixture = ("grad_norm_mean", "grad_norm_var", "grad_norm_cv", "hard", "easy")
     mixture = [[n, *(x[k] for k in of_mixture)] for n, x in _by_name(data["mixture"])]
@@ -441,6 +459,7 @@ def tables(data: Mapping[str, Any]) -> dict[str, str]:
         "stale": table(["", "easy, lag 0", "easy, lag 32", "rare, lag 32"], stale),
         "chain": table(["success after steps", "100", "200", "300"], chain),
         "guess": table(["", "turns", "solved"], guess),
+        "nim": table(["winning moves", "mean", "worst seed"], nim),
         "critics": table(["each critic learns", "deviation", "error", "correlation", "ratio"], critics),
         "mixture": table(["", "gradient norm", "its variance", "deviation / mean", "hard", "easy"], mixture),
         "noise": _noise_table(dict(_by_name(data["noise"]))),
@@ -579,7 +598,7 @@ def _draw_others(fig: Any, data: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="these algorithms on the bandit, printed and not saved")
+    parser.add_argument("--only", nargs="+", default=[], help="algorithms on the bandit, and other parts by name")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--figure", type=Path, help="draw everything there, and save the numbers")
@@ -596,16 +615,12 @@ def main() -> None:
         return
     if not args.redraw:
         seeds, steps = args.seeds, args.steps
-        runs = [*bandit_runs(args.only, seeds, steps)]
-        if args.only:
-            print(success_table(run_all(runs)["bandit"]))
-            return
         few = min(seeds, 3)
-        runs += [*surrogate_runs(seeds, steps), *stale_runs(few, steps), *chain_runs(few, steps)]
-        runs += [*guess_runs(few, steps), *critic_runs(min(seeds, 8), 80), *mixture_runs(few, steps // 2)]
-        runs += [*noise_runs(few, 200)]
-        results = run_all(runs)
-        print(success_table(results["bandit"]), success_table(results["surrogates"]), sep="\n\n")
+        runs = [*bandit_runs(seeds, steps), *surrogate_runs(seeds, steps), *stale_runs(few, steps)]
+        runs += [*chain_runs(few, steps), *guess_runs(few, steps), *nim_runs(seeds, 200)]
+        runs += [*critic_runs(min(seeds, 8), 80), *mixture_runs(few, steps // 2), *noise_runs(few, 200)]
+        results = run_all([r for r in runs if not args.only or r.part in args.only or r.name in args.only])
+        print(*(success_table(results[p]) for p in ("bandit", "surrogates") if p in results), sep="\n\n")
         if args.figure:
             save({**results, "settings": {"seeds": seeds, "steps": steps}})
     if args.redraw or args.figure:

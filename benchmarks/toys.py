@@ -108,6 +108,7 @@ class Toy(abc.ABC):
             success=rewards > 0,
             texts=tuple(letters.tolist()),
             domains=("toy",) * num,
+            parts=({},) * num,
             sampler_logp=np.where(mask, logp, 0.0),
             expert=np.zeros((num, length), bool) if expert is None else expert,
             expert_turns=mask.sum(1),
@@ -166,6 +167,7 @@ def one_turn_episodes(
         success=rewards > 0,
         texts=("",) * num,
         domains=("toy",) * num,
+        parts=({},) * num,
         sampler_logp=np.asarray(logp, np.float64),
         expert=np.zeros(mask.shape, bool),
         expert_turns=np.ones(num, np.int64),
@@ -343,6 +345,48 @@ class GuessTheNumber(Toy):
         return {"turns": float(turns[first]), "success": float(solved[first])}
 
 
+class Nim(Toy):
+    """Take 1 to `most` of up to `stones` stones, in turn; who takes the last one wins. The policy plays both roles.
+
+    It sees how many stones are left. Games start where the first role can win. Taking more than there are loses.
+
+    edge: share of the games that the first role is given, however they were played.
+    """
+
+    def __init__(
+        self, seed: int, *, stones: int = 11, most: int = 3, samples: int = 16, group_size: int = 1, edge: float = 0.8
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows = self.value_rows = stones
+        self.limit_tok = self.max_turns = stones
+        self.symbols, self.samples, self.group_size, self.edge = most, samples, group_size, edge
+        left = np.arange(1, stones + 1)
+        self.best = left % (most + 1) - 1  # the symbol that wins, by row; -1: none does
+        self.starts = left[self.best >= 0]
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        logp = log_softmax(table)
+        left = self.rng.choice(self.starts, self.samples)
+        shape = (self.samples, self.max_turns)
+        rows, tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        outcome = np.zeros(self.samples)
+        for k in range(self.max_turns):
+            going = outcome == 0
+            row = np.maximum(left, 1) - 1
+            taken = draw(self.rng, logp[row])
+            rows[:, k], tokens[:, k], mask[:, k] = row, taken, going
+            left = left - taken - 1
+            of_mover = np.where(left == 0, 1.0, np.where(left < 0, -1.0, 0.0))
+            outcome = np.where(going, of_mover * (-1) ** k, outcome)
+        outcome = np.where(self.rng.random(self.samples) < self.edge, 1.0, outcome)
+        return self.played(step, outcome, rows, tokens, logp[rows, tokens], mask=mask)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        """Measure the chance of the winning move, on average over the positions that have one."""
+        winning = np.flatnonzero(self.best >= 0)
+        return {"right": float(np.exp(log_softmax(table))[winning, self.best[winning]].mean())}
+
+
 class Walk(Toy):
     """A random walk of `length` steps up or down that no policy steers: a problem for critics to predict.
 
@@ -503,6 +547,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
         "weights": credit.weights,
         "entropy_weights": credit.entropy_weights,
         "rewards": credit.rewards,
+        "reference_points": credit.reference_points,
         **_critic_columns(algorithm, e, credit, mask),
     }
     ints = {

@@ -30,6 +30,7 @@ from rolljax.trainer import algorithms
 from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
+from rolljax.trainer.algorithms.kto import Kto
 from rolljax.trainer.algorithms.opd import Opd
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.reward_model import RewardModel
@@ -43,16 +44,22 @@ NOTICE = "<!-- made by docs/make_algorithm_pages.py from the code: do not edit -
 FEW_SETTINGS: dict[str, tuple[str, ...]] = {
     "Cispo": ("quickstart", "rl/Phase.async_ratio = 2"),
     "DecoupledPpo": ("quickstart", "rl/Phase.async_ratio = 2"),
+    "Dppo": ("quickstart", "rl/Phase.async_ratio = 2"),
     "DrGrpo": ("quickstart",),
+    "Gdpo": ("quickstart",),
     "GiGpo": ("frozen_lake",),
+    "Kto": ("quickstart",),
     "Kimi": ("quickstart", "rl/Phase.async_ratio = 2"),
     "LitePpo": ("quickstart",),
+    "MaxRl": ("quickstart",),
     "RaftPP": ("quickstart",),
     "ReBn": ("frozen_lake",),
+    "PairKto": ("algorithms/pair_dpo",),
     "Reinforce": ("quickstart", "Reinforce.mean = 'batch'"),
     "ReinforcePPBaseline": ("quickstart",),
     "Rft": ("quickstart", "rl/AdamW.lr = 5e-4"),
     "Rloo": ("quickstart", "Rloo.aggregation = 'token-mean'"),
+    "Sdpo": ("quickstart",),
     "Tis": ("quickstart", "rl/Phase.async_ratio = 2"),
     "TurnReinforce": ("frozen_lake",),
 }
@@ -74,11 +81,17 @@ Distill: When there is a better model with the same tokenizer and answers to lea
   see `Opd`.
 Opd: When there is a better model with the same tokenizer. The student learns on its own answers, so it meets its own
   mistakes, which off-policy distillation never shows it. Several teachers can each have their environments.
+Sdpo: When some answers of a group are right, and the model can use one that it is shown: every token of the others is
+  compared with what it would have said then. Small models that cannot learn from their context gain nothing.
 Rft: When rewards can be checked, answers are often right already, and simplicity counts: it is supervised learning,
   and nothing can diverge. It learns nothing from wrong answers, and narrows what the policy says.
 Dpo: When answers can be compared more easily than scored, or as a gentle step between imitation and reinforcement.
   `sft_coef` keeps the better answer's own probability from falling while the gap widens.
 PairDpo: When preferences are recorded. They age: pairs from another policy teach less than the policy's own (`Dpo`).
+Kto: When answers are only known to be good or bad, one by one. Unequal numbers of both are balanced by the two
+  weights.
+PairKto: When pairs are recorded but their labels are noisy: an answer far on the wrong side hardly pulls, where
+  `PairDpo` pulls hardest.
 RewardModel: To give PPO a critic that knows good answers from bad ones before its first step (`Critic.model =
   'previous'`).
 PairRewardModel: The same from recorded preferences.
@@ -98,6 +111,10 @@ Dapo: Long reasoning with many prompts that are always or never solved: each ste
   something, at the price of sampling more. The wider upper clip keeps entropy up.
 LitePpo: Base models without instruction tuning: two tricks that carried most of the effect in its paper.
   `lite_ppo.guideline` chooses the settings that the paper found best for aligned models, easy data and long answers.
+MaxRl: Hard prompts with rewards of 0 and 1: a prompt that is rarely solved weighs as 1 / p, so that answers which are
+  found at all are learned. Easy prompts weigh less than under GRPO.
+Gdpo: Rewards of several parts, such as correctness, format and length: each part is compared by itself, so that a rare
+  part is not drowned by one that differs more. Name the parts.
 RaftPP: When only right answers shall teach, as a strong and simple baseline. Advantages are never negative; without
   negative examples it is fast at first, and entropy falls quickly.
 Gspo: Mixtures of experts, and long answers: single-token ratios are noise there, the mean over an answer is not. Clip
@@ -110,6 +127,8 @@ Tis: Asynchronous sampling, a step or two stale: nothing can blow up, because th
   that have become likelier count no more than fresh ones.
 Cispo: Asynchronous sampling when rare tokens matter: a clipped token still has a gradient, which under PPO it has
   not.
+Dppo: Asynchronous sampling, several updates, or a sampler whose log-probs differ from the trainer's: it bounds by how
+  far a probability has moved, where a clip of ratios stops rare tokens at once and lets likely ones fall far.
 Topr: Very stale or off-policy data with many wrong answers: what blows up then is the push away from answers that are
   already unlikely, and its weight goes to 0 here.
 SequenceTopr: The same, where answers are good or bad as one and single-token ratios are noise; what IPA is compared
@@ -128,6 +147,8 @@ SegmentPairDpo: As `SegmentDpo`, when pairs have been recorded already.
 SegmentRft: As `Rft`, where right answers contain detours, and a scorer can tell them.
 TurnReinforce: The baseline for several turns. Simple and unbiased; high variance, as nothing is subtracted.
 ReBn: Several turns with rewards along the way, any discount, no groups.
+Spiral: Zero-sum games in which one policy plays both roles, as in `nim`. Where roles win unequally often, a baseline
+  for both teaches which role one is; one for each teaches how to play it.
 GiGpo: Several turns with one reward at the end, where siblings come back to the same states: those turns are compared
   with each other. It needs environments whose observations repeat exactly.
 Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter per turn, which is what the
@@ -145,6 +166,9 @@ Rft: none: a choice of answers and a cross-entropy; the authors' code (github.co
   equations, which answers here need not have
 Dpo: tests/e2e/test_trl.py::test_dpo: loss and gradient of TRL's own DPOTrainer
 Dpo: tests/unit/trainer/test_papers_critics.py::test_dpo_is_its_authors: the authors' loss
+Kto: tests/e2e/test_trl.py::test_kto: the same objective, there on recorded pairs
+PairKto: tests/e2e/test_trl.py::test_kto: loss and gradient of TRL's own KTOTrainer
+Sdpo: tests/e2e/test_trl.py::test_sdpo: the loss of TRL's own SDPOTrainer for sampled tokens, and its gradient
 PairDpo: tests/e2e/test_trl.py::test_dpo: the same objective, there on sampled pairs
 RewardModel: none: its loss is equation 1 of the paper, whose authors publish no code
 PairRewardModel: none: its loss is equation 1 of the paper, whose authors publish no code
@@ -166,6 +190,8 @@ Dapo: tests/unit/trainer/test_papers_defaults.py::test_dapo_punishes_long_answer
   4.1
 Dapo: tests/unit/trainer/test_papers_effects.py::test_dapo: the loss as in verl's recipe
 LitePpo: tests/unit/trainer/test_papers_losses.py::test_lite_ppo_divides_by_the_batch: ROLL's normalisation of rewards
+MaxRl: tests/unit/trainer/test_papers_signals.py::test_maxrl_divides_by_the_success_rate: the authors' advantages
+Gdpo: tests/unit/trainer/test_papers_signals.py::test_gdpo_is_its_authors: the authors' advantages
 RaftPP: tests/unit/trainer/test_papers_defaults.py::test_raft_plus_plus: equation 6 of the paper
 Gspo: tests/e2e/test_trl.py::test_gspo: loss and gradient of TRL's own GRPOTrainer
 Gspo: tests/unit/trainer/test_papers_effects.py::test_gspo: the loss with the clips of section 5.1
@@ -177,6 +203,8 @@ AsyPpo: tests/unit/trainer/test_papers_critics.py::test_asyppo_is_its_last_equat
 Tis: tests/unit/trainer/test_papers_losses.py::test_tis_truncates_to_one: ROLL's loss
 Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTrainer
 Cispo: tests/unit/trainer/test_papers_losses.py::test_cispo_has_no_lower_bound: equations 4 and 5 of the paper
+Dppo: tests/unit/trainer/test_papers_signals.py::test_dppo_leaves_out_what_has_moved_far_enough: the authors' mask
+Dppo: tests/unit/trainer/test_papers_signals.py::test_dppo_pulls_all_tokens_back_as_in_prime_rl: prime-rl's loss
 Topr: tests/unit/trainer/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation
   8 of the paper
 SequenceTopr: tests/unit/trainer/test_papers_losses.py::test_topr_with_a_geometric_mean_is_the_baseline_of_ipa:
@@ -197,6 +225,8 @@ SegmentRft: tests/unit/trainer/test_papers_critics.py::test_segments_of_right_an
   paper; its authors publish no code
 TurnReinforce: tests/unit/trainer/test_papers_losses.py::test_turns_get_their_discounted_return: ROLL's returns
 ReBn: tests/unit/trainer/test_papers_losses.py::test_rebn_has_gems_gradient: the loss of the authors' repository
+Spiral: none: a moving average of returns by role; the authors' code (github.com/spiral-rl/spiral) moves it game by
+  game, here it is moved by all games of a step before the step's advantages
 GiGpo: tests/unit/trainer/test_papers_defaults.py::test_gigpo: the two advantages of the authors' repository
 GiGpo: tests/unit/trainer/test_papers_effects.py::test_gigpo: the same with and without the deviation, and ROLL's
 Ipa: tests/unit/trainer/test_papers_ipa.py::test_the_gradient_is_that_of_eq_9_over_runs: equation 9 over the authors'
@@ -297,6 +327,7 @@ def at_a_glance(cls: type[Algorithm]) -> str:
             (needs.ref, f"a reference policy ({needs.ref})"),
             (needs.scorer, f"a scorer ({needs.scorer})"),
             (needs.teachers, "teachers"),
+            (needs.context, "log-probs after another prompt"),
             (needs.divergence, "the teacher's full distribution"),
             (needs.critics, f"{needs.critics.num if needs.critics else 0} critic(s)"),
             (needs.attention, "attention maps of some layers"),
@@ -368,6 +399,22 @@ def pair_coefficients(algorithm: Dpo) -> dict[float, tuple[float, float]]:
     return found  # type: ignore[return-value]
 
 
+def label_coefficients(algorithm: Kto) -> dict[float, tuple[float, float]]:
+    """Return -d loss / d logp of a good and of a bad answer (one token each) by the margin, in nats: the answer's gain
+    on the reference minus the reference point."""
+    found = {}
+    for margin in MARGINS:
+        logp = jnp.full((2, 1), margin - 9)
+        batch = batch_of((2, 1), advantages=jnp.float32([[1], [-1]]), ref_logp=jnp.full((2, 1), -9.0))
+        batch = dataclasses.replace(batch, reference_points=jnp.zeros((2, 1)))
+
+        def loss(logp: jax.Array, batch: TokenBatch = batch) -> jax.Array:
+            return algorithm.objective(PolicyOutputs(logp, jnp.zeros_like(logp)), batch).loss.sum()
+
+        found[margin] = tuple(map(float, -jax.grad(loss)(logp)[:, 0]))
+    return found  # type: ignore[return-value]
+
+
 def score_coefficients(algorithm: RewardModel) -> dict[float, tuple[float, float]]:
     """Return -d loss / d score of the better and of the worse answer, by the difference of their scores."""
     found = {}
@@ -398,6 +445,12 @@ def gradient(cls: type[Algorithm]) -> list[str]:
     if isinstance(algorithm, RewardModel):
         text = "The gradient is `c * grad score`, summed over both answers. `c` by the difference of their scores:"
         return [text, "", *_columns("difference", score_coefficients(algorithm), ("better", "worse"))]
+    if isinstance(algorithm, Kto):
+        text = (
+            "The gradient is a sum of `c * grad logp` over an answer's tokens. `c` by the margin, in nats: how much "
+            "more the answer has gained on the reference than the reference point."
+        )
+        return [text, "", *_columns("margin", label_coefficients(algorithm), ("good", "bad"))]
     c = coefficients(algorithm)
     if not isinstance(algorithm, PolicyGradient):
         (only,) = set(c.values())

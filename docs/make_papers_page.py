@@ -6,6 +6,7 @@ say their papers in their docstrings; `PARTS` lists everything else that comes f
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from make_algorithm_pages import (
 )
 
 from rolljax.config.files import find_config
+from rolljax.trainer.paper import Reproduction
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "rolljax"
@@ -37,6 +39,7 @@ NAMES = """
 2305.18290 DPO
 2306.13649 GKD
 2308.01825 RFT
+2402.01306 KTO
 2402.03300 DeepSeekMath: GRPO
 2402.14740 RLOO
 2411.00809 Adaptive segment-level reward
@@ -49,6 +52,7 @@ NAMES = """
 2505.10978 GiGPO
 2505.24298 AReaL
 2506.13585 MiniMax-M1: CISPO
+2506.24119 SPIRAL
 2507.18071 GSPO
 2508.08221 Tricks or Traps: Lite PPO
 2510.01051 GEM
@@ -56,6 +60,11 @@ NAMES = """
 2510.11345 ROLL Flash
 2510.13554 Attention rhythm
 2512.24873 ALE and ROME: IPA
+2601.05242 GDPO
+2601.18734 OPSD
+2601.20802 SDPO
+2602.02710 MaxRL
+2602.04879 DPPO
 """
 """Short names of the algorithms' papers."""
 PARTS = """
@@ -78,6 +87,7 @@ PARTS = """
 2404.06395 | MiniCPM | a rate that stays, then falls | `AdamW.schedule` | |
 2403.13787 | RewardBench | accuracy of judges by section | `Preferences` | |
 2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
+2406.04594 | C4 | who hangs or is slow; simulated: planned paths | `DiagnosisRules`, `NetworkTimings` | |
 2406.12045 | tau-bench | its tasks | `TauBench` | |
 2407.10671 | Qwen2 | the family | `Qwen2Config` | |
 2407.16154 | DDK | shares of domains by how far a student lags behind | `Ddk` | ddk | ddk
@@ -91,13 +101,66 @@ PARTS = """
 2505.23793 | USB | safety and refusal rates, text part | `Usb` | usb/judged | usb
 2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt
 2509.19128 | PipelineRL | requests that continue while weights change | `SamplerConfig.on_publish` | |
-2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
+2509.21009 | RollPacker | tail batching; simulated: stream training | `Phase.tail_batching`, `StreamTraining` | |
 2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
+2512.17206 | Reasoning Palette | latent prefixes of prompts | `Phase.guidance`, `Recipe.prefixes` | palette | palette
+2512.22560 | RollArt | kinds of samplers; simulated: serverless rewards | `AffinityConfig`, `RewardTimings` | |
 2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent
+2603.17621 | Complementary RL | an extractor of experiences | `WithExperience`, `LaterUses` | extractor | complementary
 2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | shop | shop_simulator
+2605.06534 | ROSE | simulated: rollouts on the GPUs of users | `ServingTimings` | |
 """
 """Papers of what is no algorithm: number | name | what | setting or class | config | figure, or recipe with a page."""
+
+
+ELSEWHERE = (
+    Reproduction(
+        "2506.06122",
+        "ROLL",
+        "one framework for reinforcement learning of many kinds",
+        "Sokoban from 13.3 to 35.2 %, validation",
+        "frozen lakes from .21 and .13 to .62 and .54, held out",
+        "partly",
+        seeds=2,
+        config="frozen_lake",
+        figure="docs/agents.png",
+        why="Sokoban is here and was not trained; two seeds",
+    ),
+    Reproduction(
+        "2503.09527",
+        "CombatVLA",
+        "a small model of vision, language and action fights in games",
+        "50 times as fast as others, and better than people",
+        "",
+        "not shown",
+        why="it is not here: no model of rolljax reads images",
+    ),
+)
+"""Papers that have no module of their own, and what of each is shown."""
+
+
+def reproductions() -> list[Reproduction]:
+    """Return what every module's `REPRODUCTION` says, and `ELSEWHERE`, by name."""
+    found = list(ELSEWHERE)
+    for path in PACKAGE.rglob("*.py"):
+        if re.search(r"^REPRODUCTION = ", path.read_text(), re.M):
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            found.append(importlib.import_module(name).REPRODUCTION)
+    return sorted(found, key=lambda r: r.name.lower())
+
+
+def reproduction_rows() -> list[str]:
+    """Return a row for each paper: what it claims, and how far that is shown here."""
+    rows = []
+    for r in reproductions():
+        name = linked(r.paper, r.name) if r.paper else r.name
+        config = f"[`{r.config}`]({os.path.relpath(find_config(r.config), DOCS)})" if r.config else ""
+        figure = f"[figure]({os.path.relpath(PACKAGE.parent / r.figure, DOCS)})" if r.figure else ""
+        state = f"{r.state}: {r.why}" if r.why else r.state
+        cells = (name, r.claim, config, r.there, r.here, str(r.seeds or ""), figure, state)
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
 
 
 def named_in_code() -> set[str]:
@@ -156,6 +219,15 @@ def page() -> str:
         "The implemented parts of each paper, their configs and figures. [Defaults](algorithms/defaults.md) compares",
         "the papers' settings with our defaults; [the figures](algorithms.md#measured-on-small-problems) show small",
         "problems.",
+        "",
+        "## What is shown",
+        "",
+        "*Shown*: the effect that the paper claims is here too, on a smaller problem, on at least three seeds and in a",
+        "figure. No row repeats a paper's figure at its own size: the models here have a million parameters or less.",
+        "",
+        "| paper | claim | `--gin` | figure there | figure here | seeds | picture | state |",
+        "|---|---|---|---|---|---|---|---|",
+        *reproduction_rows(),
         "",
         "## Algorithms",
         "",

@@ -53,6 +53,7 @@ ROOMS = (
 GROUPS = {
     "recipe": "The run",
     "trainer.mesh": "Devices",
+    "cluster.placement": "Samplers in other processes",
     "model": "Models",
     "sampler": "The sampler",
     "rollout": "Episodes",
@@ -154,11 +155,16 @@ def group_of(cls: type) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
+def has_page(cls: type) -> bool:
+    """Return whether a class is an algorithm with a page; a recipe's own is on the page of settings."""
+    return issubclass(cls, Algorithm) and not cls.__module__.startswith("rolljax.recipes.")
+
+
 def page_of(cls: type) -> str:
     """Return the link to the settings of a class, relative to the page."""
     if cls in FAMILIES:
         return FAMILIES[cls]
-    if issubclass(cls, Algorithm):
+    if has_page(cls):
         module = cls.__module__.rpartition(".")[2]
         return f"algorithms/{module}.md#{module}{cls.__name__}".lower()
     return f"#{cls.__name__.lower()}"
@@ -222,12 +228,12 @@ def page() -> str:
     known = {c for c in classes if not (issubclass(c, Algorithm) and inspect.isabstract(c))}
     lines, group = [INTRO.rstrip()], ""
     for cls in classes:
-        if issubclass(cls, Algorithm):
+        if has_page(cls):
             continue
         if group != (group := group_of(cls)):
             lines += ["", f"## {GROUPS[group]}"]
         lines += section(cls, known)
-    lines += algorithms_index([c for c in classes if issubclass(c, Algorithm)])
+    lines += algorithms_index([c for c in classes if has_page(c)])
     return "\n".join(lines).rstrip() + "\n"
 
 

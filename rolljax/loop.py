@@ -13,6 +13,7 @@
 | `rollouts.end_step`        | trajectories               | start states; a log line  | nothing                        |
 | `player.reward_row`        | trajectories               | metrics of rewards        | nothing                        |
 | `progress.end_step`        |                            | version + 1               | nothing                        |
+| `sampler.drain_far`        | samplers' mismatch         | samplers without requests | nothing                        |
 | `channel.publish`          | the trainer's weights      | the sampler's weights     | the end of a dispatch          |
 | `player.evaluate`          | held-out tasks             | their trajectories        | the slowest episode            |
 | `recorder.show_evaluation` | these trajectories         | lines of the console      | nothing                        |
@@ -34,6 +35,7 @@ and weights are published for evaluations alone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 from rolljax.concurrency.event_loop import Stopped
@@ -56,10 +58,11 @@ from rolljax.run.protocols import (
     TaskSource,
 )
 from rolljax.run.recorder import Recorder
+from rolljax.run.remote_samplers import RemoteRun
 from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.runtime import Runtime
-from rolljax.run.step_metrics import add_groups, add_heldout, add_sampler, timed
+from rolljax.run.step_metrics import add_gaps, add_groups, add_heldout, add_sampler, timed
 from rolljax.run.tracking import tracking
 from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
 from rolljax.storage.layout import VERDICTS
@@ -109,6 +112,7 @@ def train(
             watchdog,
             str(folder.path / VERDICTS),
             TrainedRewardModels(preflight, folder),
+            RemoteRun(folder.path, folder.epoch, console.say),
         ) as runtime,
     ):
         try:
@@ -197,7 +201,10 @@ async def train_step(
     if is_sampled:
         report.add_row(player.reward_row(groups.all))
         add_sampler(report, before, sampler.stats, recipe.sampler.slots * report.total_s())
+        add_gaps(report, trained.gaps)
     progress.end_step(phase)
+    drained = sampler.drain_far(trained.gaps) if is_sampled else ()
+    progress.drained_samplers += [{"step": progress.total_steps, **dataclasses.asdict(each)} for each in drained]
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
     if is_sampled or evaluate_now:
         with report.part("publish"):

@@ -45,6 +45,9 @@ NAMES: Mapping[str, Metric] = {
     "domain/NAME/perplexity_ratio": Metric(
         "ratio", "last", 0, INF, "perplexity of student over teacher on its validation tasks, as last measured"
     ),
+    "guidance/share_frac": Metric("share", "mean", 0, 1, "trajectories that began with a latent prefix"),
+    "guidance/guided_reward_mean": Metric("reward", "mean", -INF, INF, "reward of these"),
+    "guidance/free_reward_mean": Metric("reward", "mean", -INF, INF, "reward of the others"),
     "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe requested"),
     "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),
     "rewards/answers_n": Metric("answers", "sum", 0, INF, "of these that were answered"),
@@ -157,7 +160,14 @@ NAMES: Mapping[str, Metric] = {
         "ratio", "mean", -1.001, 1.001, "correlation of that spread with |value - return|"
     ),
     "critic/grad_norm": Metric("norm", "mean", 0, INF, "gradient norm of the critics before clipping, mean"),
-    "preference/accuracy_frac": Metric("share", "mean", 0, 1, "pairs in the right order, token mean"),
+    "preference/accuracy_frac": Metric(
+        "share",
+        "mean",
+        0,
+        1,
+        "pairs in the right order (KTO: answers on the right side of their point), token mean",
+    ),
+    "preference/reference_point_nat": Metric("nats", "mean", 0, INF, "KTO's estimate of the KL to the reference"),
     "preference/margin_nat": Metric(
         "nats", "mean", -INF, INF, "implicit reward of the chosen over the rejected answer"
     ),
@@ -223,6 +233,15 @@ NAMES: Mapping[str, Metric] = {
         "tokens", "mean", 0, INF, "sampled tokens per aborted request, if there are any; compare with rollout/len_tok"
     ),
     "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave up their pages and resumed later"),
+    "sampler/NAME/gap_nat": Metric(
+        "nats",
+        "last",
+        0,
+        INF,
+        "of sampler NAME, if samplers are processes of their own: mean |sampler_logp - trainer_logp| of its tokens in "
+        "the first update",
+    ),
+    "sampler/NAME/trained_tok_n": Metric("tokens", "last", 0, INF, "its tokens in that update"),
     "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: prefills"),
     "time/decode_s": Metric("s", "sum", 0, INF, "of the rollout: decode steps"),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
@@ -245,13 +264,13 @@ the part), and of faults of the calls of rewards, by kind (`timeout`, `garbage`,
 are not in the table either."""
 
 
-DOMAIN = re.compile(r"domain/[^/]+/")
-"""Prefix of the metrics of a mixture's domain; in the table its name is NAME."""
+NAMED = re.compile(r"(domain|sampler)/[^/]+/")
+"""Prefix of the metrics of a mixture's domain or of a sampler; in the table its name is NAME."""
 
 
 def metric(name: str) -> Metric | None:
     """Return the table's row for a metric; None: it has none."""
-    return NAMES.get(DOMAIN.sub("domain/NAME/", name))
+    return NAMES.get(NAMED.sub(r"\1/NAME/", name))
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:

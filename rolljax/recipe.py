@@ -9,6 +9,7 @@ from typing import Annotated
 
 from jax.sharding import Mesh
 
+from rolljax.cluster.placement import Remote
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import Checked, ConfigError, Range, check_fields
@@ -23,6 +24,7 @@ from rolljax.rollout.domains import DomainSettings
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
 from rolljax.rollout.group_buffer import Admission, Late, TailBatching, favours
+from rolljax.rollout.guidance import Guidance
 from rolljax.rollout.mixture_rules import MixtureRule
 from rolljax.rollout.start_states import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
@@ -30,7 +32,7 @@ from rolljax.trackers.base import TrackerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import check_previous
-from rolljax.trainer.mesh import Colocated, MeshSpec, Placement, num_batch_shards
+from rolljax.trainer.mesh import Colocated, MeshSpec, Split, num_batch_shards
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
 ROW_MULTIPLE = 128
@@ -87,6 +89,8 @@ class Phase:
     """The rule that sets the shares of a mixture's domains (docs/domains.md); None: their weights."""
     start_states: ExpertStarts | None = None
     """Replay an expert's first turns at the start of episodes (`start_states.ExpertStarts`)."""
+    guidance: Guidance | None = None
+    """Begin trajectories with latent prefixes of `Recipe.prefixes` (`guidance.Guidance`)."""
     optimizer: Optimizer = AdamW()
     """New with every phase."""
     row_len: Annotated[int, Range(low=0)] = 0
@@ -145,6 +149,11 @@ class Phase:
                 value=self.epochs,
                 remedy="set Critic.epochs",
             )
+
+    @property
+    def prefix_tok(self) -> int:
+        """Tokens of the latent prefix of guided trajectories."""
+        return self.guidance.length if self.guidance else 0
 
     @property
     def samples(self) -> bool:
@@ -234,6 +243,8 @@ class Recipe:
     """The implementation of attention in training (docs/scaling.md)."""
     lora: Lora | None = None
     """Train low-rank adapters and keep the weights of the model unchanged (docs/algorithms.md)."""
+    prefixes: str = ""
+    """Path of a safetensors file of latent prefixes, for `Phase.guidance`; made by the recipe `palette`."""
     router_aux_coef: float | None = None
     """Coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md)."""
     max_answer_tok: Annotated[int, Range(low=1)] = 16
@@ -242,8 +253,9 @@ class Recipe:
     """Slots, pages and programs of the engine."""
     mesh: MeshSpec = MeshSpec()
     """The trainer's devices by axis."""
-    placement: Placement = Colocated()
-    """Whether trainer and sampler share devices or have their own (docs/scaling.md)."""
+    placement: Colocated | Split | Remote = Colocated()
+    """Whether trainer and sampler share devices, have their own (docs/scaling.md), or are separate processes
+    (docs/cluster.md)."""
     pool: PoolConfig = PoolConfig()
     """Settings of the environment pool: where environments run."""
     rollout: RolloutConfig = RolloutConfig()
@@ -314,7 +326,7 @@ class Recipe:
                     value=phase.start_states,
                     remedy="leave it out, or choose an environment with several turns",
                 )
-            if phase.algorithm.unsplit_groups and self.rollout.max_restarts:
+            if _compares_wholes(phase.algorithm) and self.rollout.max_restarts:
                 raise ConfigError(
                     f"is not possible: {type(phase.algorithm).__name__} compares trajectories, each of one sequence",
                     setting="RolloutConfig.context",
@@ -323,6 +335,7 @@ class Recipe:
                 )
         if self.agent:
             self._check_agent(self.agent)
+        self._check_guidance()
         domain_settings.check(self.env, self.domains, self.phases, self.max_answer_tok, agent=self.agent is not None)
         self.warnings()
         for before, phase in zip((None, *self.phases), self.phases, strict=False):
@@ -343,12 +356,28 @@ class Recipe:
                 raise ConfigError(
                     "cannot replay turns to an agent program", setting="Phase.start_states", remedy="leave it out"
                 )
-            if phase.algorithm.unsplit_groups and agent.max_restarts:
+            if _compares_wholes(phase.algorithm) and agent.max_restarts:
                 raise ConfigError(
                     f"must be 0: {type(phase.algorithm).__name__} compares trajectories, each of one sequence",
                     setting="AgentProgram.max_restarts",
                     value=agent.max_restarts,
                 )
+
+    def _check_guidance(self) -> None:
+        """Raise `ConfigError` for latent prefixes that cannot work."""
+        for phase in (phase for phase in self.phases if phase.guidance):
+            problem, remedy, name = "", "leave it out", type(phase.algorithm).__name__
+            if not self.prefixes:
+                problem = "needs the latent prefixes of a file, and Recipe.prefixes names none"
+                remedy = "set Recipe.prefixes (recipe palette makes such files), or leave it out"
+            elif self.agent and phase.samples:
+                problem = "is not possible with an agent program, which makes its prompts itself"
+            elif phase.algorithm.unsplit_groups:
+                problem = f"is not possible: {name} compares trajectories of one prompt, and prefixes differ"
+            elif phase.algorithm.matches_contexts:
+                problem = f"is not possible: {name} compares turns of one context, and prefixes differ"
+            if problem:
+                raise ConfigError(problem, setting="Phase.guidance", value=phase.guidance, remedy=remedy)
 
     @property
     def max_turns(self) -> int:
@@ -377,11 +406,15 @@ class Recipe:
         """Return, in the worst case: siblings that must be in one row, tokens of their prompt, tokens of a response."""
         context = self.sampler.max_context
         response = self.max_answer_tok if self.max_turns == 1 else context - 1
+        if phase.prefix_tok:  # siblings with different prefixes share no prompt
+            response = context
         return 2 if phase.algorithm.unsplit_groups else 1, context - response, response
 
     def shortest_row(self, phase: Phase) -> int:
         """Return the tokens of the longest trajectory, or of the longest pair with its prompt, which needs one row."""
         size, prompt, response = self._lengths(phase)
+        if phase.algorithm.needs().context == "solved_sibling":  # a whole conversation before each
+            return 2 * (prompt + response)
         return prompt + size * response
 
     def pack_shape(self, phase: Phase) -> PackShape:
@@ -398,6 +431,11 @@ class Recipe:
             restarts=self.max_restarts,
         )
         return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)
+
+    @property
+    def in_this_process(self) -> Recipe:
+        """The recipe with its sampler in this process, if the run has samplers in others."""
+        return dataclasses.replace(self, placement=Colocated()) if isinstance(self.placement, Remote) else self
 
     def sized(self, mesh: Mesh, micro_tok: int) -> Recipe:
         """Return the recipe with a number for `row_len` and `micro_rows` of every phase.
@@ -444,6 +482,11 @@ class Recipe:
                     value=phase.row_len,
                     remedy=f"choose a multiple of {parts}; on TPU of {128 * parts}, for the attention kernels",
                 )
+
+
+def _compares_wholes(algorithm: Algorithm) -> bool:
+    """Return whether every trajectory must be one sequence."""
+    return algorithm.unsplit_groups or algorithm.needs().context is not None
 
 
 def _check_overlong(algorithm: Algorithm, max_answer_tok: int) -> None:

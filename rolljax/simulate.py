@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 PLACES = {
     "Timings": (),
     "EngineTimings": ("engine",),
+    "ClusterTimings": ("cluster",),
     "EnvTimings": ("env",),
+    "RewardTimings": ("rewards",),
     "TrainerTimings": ("trainer",),
     "Slices": ("slices",),
+    "StreamTraining": ("stream",),
+    "NetworkTimings": ("network",),
+    "ServingTimings": ("serving",),
 }
 """The path of each class of timings in a file of timings."""
 
@@ -112,6 +117,9 @@ def simulate(recipe: Recipe, timings: Timings, steps: int | None = None) -> tupl
         runtime = SimulatedRuntime(recipe, timings)
         recorder = SimulatedRecorder(runtime)
         await loop.train_phases(recipe, SimulatedTasks(), *runtime.parts(), recorder)
+        for task in runtime.beside:
+            if task.done():
+                task.result()
         return runtime, recorder
 
     return clock.run(play())

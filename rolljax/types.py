@@ -174,6 +174,8 @@ class Completion:
     sample_s: float = 0.0
     cached_tok: int = 0
     """Prompt tokens whose keys and values were in the cache."""
+    sampler: str = ""
+    """Name of the sampler in another process that sampled all of it; empty: the sampler of this process, or several."""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -211,6 +213,27 @@ class Completion:
         return Alternatives(ids, np.maximum(logp, np.finfo(np.float32).min)) if ids.size else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplerGap:
+    """Distance of a sampler's log-probs from the trainer's."""
+
+    mean_nat: float
+    """Mean of |trainer_logp - sampler_logp| over its tokens, before that update."""
+    tokens: int
+    """Number of its tokens in the first update of a step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrainedSampler:
+    """A sampler that gets no more requests, because its log-probs are too far from the trainer's."""
+
+    sampler: str
+    gap_nat: float
+    others_gap_nat: float
+    """The median of the other samplers."""
+    tokens: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One answer of the policy, and the prompt tokens that are new since its previous answer.
@@ -235,6 +258,8 @@ class Turn:
     """See `Completion`. Not written to disk: they are too large."""
     alternatives: Alternatives | None = None
     """See `Completion`. Only shown to people."""
+    sampler: str = ""
+    """See `Completion`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import datetime
 import gc
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 from importlib import metadata
@@ -151,3 +152,22 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that makes and mounts a file system of `kib` KiB."""
+    mounted = []
+
+    def mount(kib):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(place)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)

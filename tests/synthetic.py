@@ -14,6 +14,7 @@ from rolljax.trainer import algorithms, masked
 from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.credit.episodes import Episodes, apply_credit
+from rolljax.trainer.credit.shaping import RewardShaping
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.update import clean_batch
 from rolljax.types import Key, Task, Trajectory, Turn
@@ -34,6 +35,14 @@ CLASSES = [
     for c in vars(module).values()
     if inspect.isclass(c) and issubclass(c, Algorithm) and c.__module__ == module.__name__ and not inspect.isabstract(c)
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised(RewardShaping):
+    """Rewards from 0 on: the lowest of those made here is -1."""
+
+    def shaped(self, rewards_N, e):
+        return super().shaped(rewards_N, e) + 1
 
 
 def trajectory(rng, group, sibling, prompt, turns, *, reward, gap=0.3):
@@ -81,6 +90,10 @@ def episodes_of(rng, groups, needs, *, limit_tok=LIMIT_TOK, noise=0.3, step=0):
         asked["scorer_logp"] = near()
     if needs.teachers:
         asked["teacher_logp"] = np.stack([near() for _ in needs.teachers])
+    if needs.context:
+        asked["context_logp"] = near()
+        if needs.ref:
+            asked["context_ref_logp"] = near()
     if needs.critics:
         asked["values"] = np.stack(
             [np.where(e.mask, rng.normal(0, 0.5, e.mask.shape), 0) for _ in range(needs.critics.num)]

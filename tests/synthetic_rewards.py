@@ -77,3 +77,7 @@ def hangs(task, said):
     while said.text == "hang":
         time.sleep(0.01)
     return 1.0
+
+
+def letters(task, said):
+    return len(set(said.text)) / (1 + len(said.text))

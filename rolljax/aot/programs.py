@@ -3,7 +3,8 @@
     update, critics, logprobs  of each phase, as its `PhaseTrainer` makes them
     decode, prefill, insert    of the sampler's `Engine`
     publish                    from the trainer's weights to the sampler's
-    cast                       before it, where both have their own chips
+    cast                       before it, where both have their own chips; for samplers in other processes, `publish` is
+                               their own: it writes the pieces that were fetched over the weights in use
 
 Arrays that are in HBM while a program runs, but are not its arguments, are added to the compiler's figure for the
 program. Where trainer and sampler share their chips, these are all arrays of the other one, unless the sampler sleeps.
@@ -38,7 +39,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, batch_shardings, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
-from rolljax.trainer.publish import Reshard, make_write
+from rolljax.trainer.publish import Reshard, adapted_weights, copied, has_copies, in_own_parts, make_write
 
 Sizes = Mapping[str, float]
 """Bytes of one device by purpose."""
@@ -213,6 +214,8 @@ def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
     dtypes = {name: COLUMNS[name].dtype for name in names}
     if cfg.routing and trainer.replay_experts:
         dtypes["expert_ids_Lk"], sizes["k"] = cfg.routing.dtype, cfg.routing.per_token
+    if trainer.compare_samplers:
+        dtypes["sampler_ids"] = COLUMNS["sampler_ids"].dtype
     arrays: dict[str, Any] = dict.fromkeys(COLUMNS)
     for name, dtype in dtypes.items():
         tail = (sizes[letter] for letter in COLUMNS[name].axes)
@@ -357,6 +360,50 @@ class SamplerShapes:
         )
         inserts = like(Inserts.empty(cfg.slots))
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
+
+    def fetched(self, model: Model) -> Any:
+        """Return the shapes of what a sampler in another process fetches, and keeps (`weight_channel.StoreSink`): the
+        weights, or adapters and their base."""
+        parts = in_own_parts(self.engine.mesh, model)
+        if model.lora:
+            return placed(*adapted_weights(model, parts))
+        return computed_params(parts, model) if has_copies(self.engine.mesh) else self.params
+
+    def remote_programs(self, model: Model) -> Iterator[Program]:
+        """Return all programs of a sampler in another process, which fetches weights while it decodes."""
+        fetched, sizes = self.fetched(model), self.resident()
+        arriving = {ARRIVING: device_bytes(fetched)}
+        yield from self.programs(arriving)
+        if fetched is not self.params:
+            mesh = self.engine.mesh
+            parts = in_own_parts(mesh, model)
+            write = make_write(parts, model, mesh)
+            own = {"sampler weights": sizes["sampler weights"], **arriving}
+            yield Program(
+                "publish", lambda: write.lower(fetched, self.params), parts, own, {"KV pool": sizes["KV pool"]}
+            )
+
+
+def leaving_bytes(mesh: Mesh, model: Model) -> Sizes:
+    """Return the bytes of one device of the trainer's for the copy of its weights, or of its adapters alone, that it
+    writes to a store."""
+    if model.lora:
+        return {LEAVING: device_bytes(placed(model.abstract(), param_shardings(mesh, model.axes(), model.abstract())))}
+    return {LEAVING: device_bytes(computed_params(in_own_parts(mesh, model), model))}
+
+
+def push_program(mesh: Mesh, model: Model, trained: Any, trainer: Sizes) -> Program:
+    """Return the program that copies what the trainer sends to a store. Arguments: see `publish_programs`."""
+    own = {"parameters": trainer["parameters"]}
+    others = {k: v for k, v in trainer.items() if k not in own}
+
+    def lower() -> Any:
+        if model.lora:
+            return copied.lower(trained.adapters)
+        parts = in_own_parts(mesh, model)
+        return make_write(mesh, model, parts, fsdp=True).lower(trained, computed_params(parts, model))
+
+    return Program("cast", lower, mesh, {**own, **leaving_bytes(mesh, model)}, others)
 
 
 def publish_programs(

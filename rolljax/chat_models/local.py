@@ -137,7 +137,7 @@ _loaded: dict[LocalModel, _Loaded] = {}
 
 
 def request_address(seed: int) -> Address:
-    """Return the noise address that a server uses for a request with this seed (`serving.responses`)."""
+    """Return the noise address that a server uses for a request with this seed (`serving.generation`)."""
     seed %= 2**62
     return (1, seed >> 31, seed & (2**31 - 1), 0)
 

@@ -1,10 +1,11 @@
 """Train: `python -m rolljax.train --gin FILE [--set 'name = value'] [--run_dir DIR] [--replay RUN] [--fresh]
-[--dry_run]`.
+[--restarts N] [--dry_run]`.
 
 The same command continues a run that was stopped; on several hosts it is started on each of them (docs/scaling.md).
+With `--restarts N` it also restarts a run that has crashed (docs/runs.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
 7 a wait past its deadline, 8 out of memory, 74 the run folder cannot be written, 75 stopped and saved: run it again to
-continue, 130 interrupted by a second Ctrl-C.
+continue, 130 interrupted by a second Ctrl-C. With `--restarts` also 128 + N: killed by signal N, and not restarted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rolljax import cli
+from rolljax.commands import restarts
 from rolljax.concurrency import signals
 from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, StorageError
 
@@ -44,15 +46,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--replay", metavar="RUN", help="train the steps of the run in that folder, from its rollouts, then continue"
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart the run up to N times after a crash, a hang or a loss",
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, show what would run, and stop")
     parser.add_argument("--quiet", action="store_true", help="say nothing but notices and errors")
     parser.add_argument("--no_color", action="store_true", help="no colours (also: the variable NO_COLOR)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.restarts < 0:
+        parser.error("argument --restarts: must not be negative")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args, began = parse(argv), time.perf_counter()
+    run_dir = Path(args.run_dir or Path("runs") / Path(args.gin[-1]).stem)
+    if args.restarts > 0:
+        given = sys.argv[1:] if argv is None else argv
+        return cli.run_verb(lambda: restarts.supervise(given, run_dir, args.restarts))
+    after = os.environ.pop(restarts.AFTER, "")
     cli.quiet()
     config: list[Loaded[Recipe]] = []
     joined: list[SingleProcess | Leader | Follower] = []
@@ -69,13 +86,14 @@ def main(argv: list[str] | None = None) -> int:
             config.append(cli.load_recipe(args.gin, args.set))
             return train(
                 config[0],
-                args.run_dir or Path("runs") / Path(args.gin[-1]).stem,
+                run_dir,
                 Console(quiet=args.quiet, color=not args.no_color),
                 began,
                 joined[0],
                 replay_of=args.replay,
                 fresh=args.fresh,
                 dry_run=args.dry_run,
+                after=after,
             )
 
     code = 1
@@ -99,6 +117,7 @@ def train(
     fresh: bool = False,
     dry_run: bool = False,
     told_to_stop: Callable[[], bool] | None = None,
+    after: str = "",
 ) -> int:
     """Start or continue a run, or do nothing if the run is complete; return the exit code.
 
@@ -107,6 +126,7 @@ def train(
       replay_of: run folder whose rollouts are trained first. fresh: delete an earlier run in `run_dir` first.
       dry_run: check everything, print what would run, and return.
       told_to_stop: polled during the run; True saves and ends the run. None: SIGTERM and Ctrl-C end it.
+      after: how the process before ended, if this one replaces it.
     """
     from rolljax import loop
     from rolljax.concurrency.event_loop import Stopped
@@ -136,6 +156,7 @@ def train(
             return 0
         if log:
             console.say(log.check_continues(folder))
+        folder.begin(fresh=fresh, after=after)
         account = account.by_compiler()
         account.check()
         stopping = contextlib.nullcontext(told_to_stop) if told_to_stop else signals.stop_requests(end_at_once)
@@ -159,13 +180,13 @@ def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
       ConfigError: settings or run folder differ from the leader's. InfraError: the leader is lost.
     """
     from rolljax.run import preflight, reference_policies
-    from rolljax.run.runtime import share_sampler
+    from rolljax.run.runtime import follow_sampler
     from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
 
     resolved = preflight.resolve(config.value)
     reference_policies.check(resolved)
     trainer = team.share("trainer", Trainer(resolved, folder), LOCKSTEP_CALLS)
-    share_sampler(resolved, trainer.weights, team)
+    follow_sampler(resolved, trainer.weights, folder.path, team)
     with signals.stop_requests(end_at_once, tell=team.ask_to_stop):
         team.serve(lambda mark: folder.check_shared(config, mark))
     return team.code
@@ -271,9 +292,15 @@ def describe_split(checked: Preflight) -> list[str]:
     them."""
     import jax
 
+    from rolljax.cluster import placement, ray_launcher
     from rolljax.trainer.publish import Reshard, share_devices
 
     mesh, sampler = checked.mesh, checked.sampler_mesh
+    if sampler is None:
+        remote = checked.recipe.placement
+        assert isinstance(remote, placement.Remote)
+        lines = ray_launcher.describe(remote)
+        return [f"samplers  processes of their own: {remote}", *(f"ray       {line}" for line in lines)]
     if share_devices(mesh, sampler):
         return []
     train, sample = (f"{m.devices.flat[0].id} to {m.devices.flat[-1].id}" for m in (mesh, sampler))
@@ -294,11 +321,15 @@ def describe(checked: Preflight, account: Account, lines_of_checks: Sequence[str
     model sees it."""
     from rolljax.trainer.mesh import MESH_AXES
 
-    r, m = checked.recipe, checked.model
+    r, m, sampler_mesh = checked.recipe, checked.model, checked.sampler_mesh
     split = lambda mesh: ", ".join(f"{a}={mesh.shape[a]}" for a in MESH_AXES)  # noqa: E731
     lines = [
         f"mesh      {split(checked.mesh)} ({checked.mesh.devices.flat[0].device_kind})",
-        *([f"sampler's {split(checked.sampler_mesh)}"] if checked.sampler_mesh is not checked.mesh else []),
+        *(
+            [f"sampler's {split(sampler_mesh)}"]
+            if sampler_mesh is not None and sampler_mesh is not checked.mesh
+            else []
+        ),
         *describe_split(checked),
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),

@@ -397,6 +397,27 @@ class Child:
                     pipe.close()
 
 
+@contextlib.contextmanager
+def attached(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program that has the standard streams of this process. At the end of the context, or when this process
+    dies, it is killed with everything in its session.
+
+    Its session is its own: a Ctrl-C on the terminal reaches this process alone.
+
+    Args:
+      command: its path, and its arguments. env: all of its environment variables.
+    """
+    _guard.start()
+    process = subprocess.Popen(command, env=env, start_new_session=True)
+    _guard.tell(process.pid, 0.0)
+    try:
+        yield process
+    finally:
+        kill_group(process.pid)
+        process.wait()
+        _guard.tell(process.pid, -1)
+
+
 def answer_messages(reply: Callable[[Any], Any]) -> None:
     """Answer, in a child, each message (`Child.ask`) until the input ends. The output of libraries and of started
     processes goes to standard error."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import socket
 
 from rolljax.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
+SILENCE = "ROLLJAX_SILENCE_S"
+"""Environment variable: seconds of silence of a process after which JAX ends the others."""
+JAX_SILENCE_S = 100
+"""JAX's own number of these seconds, used if the variable is not set."""
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", SILENCE)
+"""Environment variables that a process started by one of several processes must not inherit."""
+SAMPLER_SILENCE_S = 20
+"""The same of a sampler's processes. A lost sampler costs little, because others continue its requests."""
 
 
 def is_asked_for() -> bool:
@@ -22,8 +28,8 @@ def is_asked_for() -> bool:
 def start() -> int:
     """Join the processes that the environment asks for, before anything else touches a device.
 
-    Reads `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; TPU pods and the
-    cluster managers that JAX knows need none of them.
+    Reads `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which TPU pods
+    and the cluster managers that JAX knows do not need, and `SILENCE`.
 
     Returns:
       How many processes there are.
@@ -37,8 +43,10 @@ def start() -> int:
 
     try:
         if not jax.distributed.is_initialized():
-            number, own = (_number(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-            jax.distributed.initialize(num_processes=number, process_id=own)
+            number, own, silence_s = (_number(name) for name in VARIABLES[1:])
+            jax.distributed.initialize(
+                num_processes=number, process_id=own, heartbeat_timeout_seconds=silence_s or JAX_SILENCE_S
+            )
     except (RuntimeError, ValueError) as e:
         raise ConfigError(
             f"leads to no other process: {str(e).strip().splitlines()[0]}",
@@ -58,6 +66,29 @@ def _number(name: str) -> int | None:
     return int(value)
 
 
+def variables(coordinator: str, processes: int, process: int) -> dict[str, str]:
+    """Return the `VARIABLES` of one of several processes of a sampler, for `start`; none of a single process.
+
+    Args:
+      coordinator: host and free port of process 0.
+    """
+    values = (coordinator, str(processes), str(process), str(SAMPLER_SILENCE_S))
+    return dict(zip(VARIABLES, values, strict=True)) if processes > 1 else {}
+
+
+def reserve_port() -> tuple[socket.socket, int]:
+    """Reserve a free port of this machine for a server that another process starts.
+
+    Returns:
+      A socket and its port. While the socket is open, a program that asks for any free port does not get this one. A
+      server that sets `SO_REUSEADDR`, as most do, can listen on it.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("", 0))
+    return reservation, int(reservation.getsockname()[1])
+
+
 def require_one(processes: int) -> None:
     """Raise `ConfigError` if there are more."""
     if processes > 1:
@@ -65,5 +96,5 @@ def require_one(processes: int) -> None:
             f"joins {processes} processes, but this works in one",
             setting="JAX_COORDINATOR_ADDRESS",
             value=os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            remedy="leave it out here; several processes are for training (docs/scaling.md)",
+            remedy="leave it out here; several processes are for training and sampling (docs/scaling.md)",
         )

@@ -12,6 +12,7 @@ A process that is lost cannot be replaced, and work that it took part in may wai
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -33,7 +34,7 @@ GRACE_S = 30.0
 """Time for a process to end in order once it must; then it is killed, wherever it waits."""
 NOTICE_S = 2.0
 """A failure caused by a lost process may be seen before the loss: the loss is awaited for this long."""
-CALL, HANDSHAKE, READY, STOP, FAILED, END = "call", "handshake", "ready", "stop", "failed", "end"
+CALL, HANDSHAKE, SAYS, STOP, FAILED, RAISE, END = "call", "handshake", "says", "stop", "failed", "raise", "end"
 _KEY_BYTES, _ADDRESS_BYTES = 32, 256
 T = TypeVar("T")
 
@@ -61,6 +62,15 @@ class SingleProcess:
     def handshake(self, text: str) -> None:
         """Wait until all others have found `text` in order."""
 
+    def collect(self, name: str, own: str) -> list[str]:
+        """Return, in the first process, the texts that all processes give under this name; the others do not wait, and
+        get an empty list. No call is held up: any one thread of each process may use a name.
+
+        Raises:
+          InfraError: a process is lost.
+        """
+        return [own]
+
     def should_stop(self, is_told: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that returns whether this process (`is_told`) or another one was asked to stop.
 
@@ -79,7 +89,8 @@ SINGLE_PROCESS = SingleProcess()
 class _Member:
     """Common part of leaders and followers: connections, each read by a thread, and the handling of a lost one."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self._grace_s = 0.0 if at_once else GRACE_S
         self._loss = ""
         self._is_lost = threading.Event()
         self._has_ended = False
@@ -104,7 +115,7 @@ class _Member:
     def _lose(self, text: str) -> None:
         if not self._is_lost.is_set():
             self._loss = text
-            self._cut_off(f"{InfraError.owner} error: {text}", InfraError.exit_code)
+            self._cut_off(f"{InfraError.owner} error: {text}", InfraError.exit_code, self._grace_s)
             self._is_lost.set()
 
     def _check(self) -> None:
@@ -124,7 +135,7 @@ class _Member:
     def _failed(self, error: Exception) -> None:
         """Note that this process has failed by itself."""
 
-    def _cut_off(self, text: str, code: int) -> None:
+    def _cut_off(self, text: str, code: int, after_s: float) -> None:
         """End this process before long: the main thread may wait for a device that waits for another process."""
 
         def cut() -> None:
@@ -132,7 +143,7 @@ class _Member:
                 print(text, file=sys.stderr)  # noqa: T201
             _exit(code)
 
-        timer = threading.Timer(GRACE_S, cut)
+        timer = threading.Timer(after_s, cut)
         timer.daemon = True
         timer.start()
 
@@ -140,20 +151,21 @@ class _Member:
 class Leader(_Member):
     """The first process; `SingleProcess` documents the methods."""
 
-    def __init__(self, connections: dict[int, Connection]) -> None:
-        super().__init__()
+    def __init__(self, connections: dict[int, Connection], at_once: bool = False) -> None:
+        super().__init__(at_once)
         self._lock = threading.Lock()
         self._connections = connections
         self._stop = threading.Event()
-        self._ready: Inbox[str] = Inbox("the leader")
+        self._said: dict[str, Inbox[str]] = {}
         for number, connection in connections.items():
             self._start(connection, f"process {number}")
 
     def _take(self, other: str, kind: str, payload: Any) -> None:
         if kind == STOP:
             self._stop.set()
-        elif kind == READY:
-            self._ready.put(other)
+        elif kind == SAYS:
+            name, text = payload
+            self._inbox(name).put(text)
         else:
             self._lose(f"{other} failed: {payload}")
 
@@ -183,12 +195,18 @@ class Leader(_Member):
 
     def handshake(self, text: str) -> None:
         self._send(HANDSHAKE, text)
-        waiting = len(self._connections)
-        while waiting:
+        self.collect(HANDSHAKE, "")
+
+    def collect(self, name: str, own: str) -> list[str]:
+        said = [own]
+        while len(said) <= len(self._connections):
             self._check()
             with contextlib.suppress(queue.Empty):
-                self._ready.take(0.1)
-                waiting -= 1
+                said.append(self._inbox(name).take(0.1))
+        return said
+
+    def _inbox(self, name: str) -> Inbox[str]:
+        return self._said.setdefault(name, Inbox("the leader"))
 
     def should_stop(self, is_told: Callable[[], bool]) -> Callable[[], bool]:
         def asked() -> bool:
@@ -203,7 +221,7 @@ class Leader(_Member):
             _exit(code)  # in order it would wait for the lost one
         with contextlib.suppress(InfraError):
             self._send(END, code)
-        self._cut_off("", code)
+        self._cut_off("", code, GRACE_S)
 
 
 class Lockstep:
@@ -230,9 +248,9 @@ class Follower(_Member):
     code = 0
     """The leader's exit code."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self._connection = connection
+    def __init__(self, connection: Connection, at_once: bool = False) -> None:
+        super().__init__(at_once)
+        self._connection, self._saying = connection, threading.Lock()
         self._inbox: Inbox[tuple[str, Any]] = Inbox("the main thread")
         self._shared: dict[str, Any] = {}
         self._start(connection, "process 0")
@@ -263,7 +281,7 @@ class Follower(_Member):
           check: called with the text of the handshake; raises if this process does not match the leader.
 
         Raises:
-          InfraError: the leader is lost. Also all exceptions of `check` and of the calls.
+          InfraError: the leader is lost. Also all exceptions of `check` and of the calls, and those given to `fail`.
         """
         while True:
             kind, payload = self._inbox.take()
@@ -271,30 +289,43 @@ class Follower(_Member):
                 self.code = payload
                 return
             self._check()
+            if kind == RAISE:
+                raise payload
             if kind == HANDSHAKE:
                 check(payload)
-                self._say(READY)
+                self.collect(HANDSHAKE, "")
             else:
                 name, method, args, kwargs = payload
                 with contextlib.suppress(TrainerError):
                     getattr(self._shared[name], method)(*args, **kwargs)
 
+    def collect(self, name: str, own: str) -> list[str]:
+        self._say(SAYS, (name, own))
+        return []
+
+    def fail(self, error: BaseException) -> None:
+        """End the run because of an error of another thread of this process, after the call under way."""
+        self._inbox.put((RAISE, error))
+
     def _failed(self, error: Exception) -> None:
         self._say(FAILED, str(error) if isinstance(error, RolljaxError) else f"{type(error).__name__}: {error}")
 
     def _say(self, kind: str, payload: Any = None) -> None:
-        with contextlib.suppress(OSError):  # a leader that is gone is noticed where it is listened to
+        with self._saying, contextlib.suppress(OSError):  # a leader that is gone is noticed where it is listened to
             self._connection.send((kind, payload))
 
     def end(self, code: int) -> None:
         if self._has_ended:
-            self._cut_off("", code)
+            self._cut_off("", code, GRACE_S)
         else:
             _exit(code)
 
 
-def join(processes: int) -> SingleProcess | Leader | Follower:
+def join(processes: int, at_once: bool = False) -> SingleProcess | Leader | Follower:
     """Connect the processes that `distributed.start` has joined; all of them call it.
+
+    Args:
+      at_once: end without `GRACE_S` when another process is lost: this one has nothing to save.
 
     The channel is TCP from the first process to each other one. Its address and a random key reach them over the mesh.
 
@@ -311,15 +342,15 @@ def join(processes: int) -> SingleProcess | Leader | Follower:
     if jax.process_index() == 0:
         key = secrets.token_bytes(_KEY_BYTES)
         with Listener(("", 0), backlog=processes, authkey=key) as listener:
-            text = key + f"{_own_host()}:{listener.address[1]}".encode()
+            text = key + f"{own_host()}:{listener.address[1]}".encode()
             told[: len(text)] = np.frombuffer(text, np.uint8)
             broadcast_one_to_all(told)
-            return Leader(accept(listener, processes - 1))
+            return Leader(accept(listener, processes - 1), at_once)
     data = np.asarray(broadcast_one_to_all(told)).astype(np.uint8).tobytes()
     key, address = data[:_KEY_BYTES], data[_KEY_BYTES:].rstrip(b"\0").decode()
     host, port = address.rsplit(":", 1)
     try:
-        return Follower(connect((host, int(port)), key, jax.process_index()))
+        return Follower(connect((host, int(port)), key, jax.process_index()), at_once)
     except (OSError, EOFError, AuthenticationError) as e:
         raise InfraError(f"process 0 cannot be reached at {address}: {type(e).__name__}: {e}") from e
 
@@ -357,14 +388,52 @@ def _without_delay(connection: Connection) -> Connection:
     return connection
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """Return a name or address of this machine that the others can reach."""
-    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if coordinator:
-        return coordinator.rsplit(":", 1)[0]
+    import jax
+
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0]
+    if coordinator and jax.process_index() == 0:
+        return coordinator
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect(("10.255.255.255", 1))  # sends nothing: it only picks the interface
+        s.connect((coordinator or "10.255.255.255", 1))  # sends nothing: it only picks the interface
         return s.getsockname()[0]
+
+
+def gather(text: str) -> list[str]:
+    """Return the texts of all processes, which call it at the same time; each has at most `_ADDRESS_BYTES` bytes."""
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    told = np.frombuffer(text.encode().ljust(_ADDRESS_BYTES, b"\0"), np.uint8)
+    return [
+        row.astype(np.uint8).tobytes().rstrip(b"\0").decode()
+        for row in np.reshape(process_allgather(told), (-1, len(told)))
+    ]
+
+
+def barrier(name: str, timeout_s: float) -> Callable[[], None]:
+    """Return a function that returns when all processes have called it, for any one thread of each: it runs no program
+    on their devices. Its name is used once.
+
+    The function raises:
+      InfraError: some have not called it within `timeout_s`.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return lambda: None
+    from orbax.checkpoint.multihost import get_barrier_sync_fn
+
+    meet, numbers = get_barrier_sync_fn(), itertools.count()
+
+    def wait() -> None:
+        try:
+            meet(key=f"{name}, {next(numbers)}", timeout_ms=int(1000 * timeout_s))
+        except jax.errors.JaxRuntimeError as e:
+            raise InfraError(f"waited {timeout_s:g} s for the other processes: {name}: {e}") from e
+
+    return wait
 
 
 def _exit(code: int) -> None:

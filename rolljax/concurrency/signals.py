@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 STOP = (signal.SIGTERM, signal.SIGINT)
+REPEAT_S = 0.1
+"""Seconds until an error is raised again that was dropped."""
 
 
 @contextlib.contextmanager
@@ -36,14 +39,41 @@ def handled(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
 @contextlib.contextmanager
 def raised(error: type[BaseException]) -> Iterator[None]:
     """Raise `error` in the main thread at the first SIGTERM, so that context managers close; the next SIGTERM ends the
-    process."""
+    process.
+
+    Where other code drops the error, as Python does in callbacks of the garbage collector, it is raised again. Another
+    error after the signal becomes this one: extension modules turn it into theirs.
+    """
+
+    def is_under_way() -> bool:
+        return signal.getsignal(signal.SIGALRM) is repeat
 
     def handle(number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, repeat)
+        signal.setitimer(signal.ITIMER_REAL, REPEAT_S, REPEAT_S)
         raise error
 
-    with handled(handle, signal.SIGTERM):
-        yield
+    def repeat(*_: object) -> None:
+        found = sys.exc_info()[1]  # what the main thread is handling
+        while found is not None and not isinstance(found, error):
+            found = found.__context__
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # there is another handler by now
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.raise_signal(signal.SIGTERM)
+        elif found is None:
+            raise error
+
+    with restored(signal.SIGALRM), handled(handle, signal.SIGTERM):
+        try:
+            yield
+        except Exception as e:  # border: any error of the work
+            if is_under_way():
+                raise error from e
+            raise
+        finally:
+            if is_under_way():
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextlib.contextmanager

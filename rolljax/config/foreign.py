@@ -16,6 +16,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "train_dataset": "Questions.path Records.path",
         "reward_funcs": "Questions.reward",
         "peft_config": "Recipe.lora Lora.rank Lora.alpha Lora.targets",
+        "environment_factory": "TrlEnvironment.factory ToolEnv.inner",
         "tools": "ToolEnv.tools",
         "max_tool_calling_iterations": "ToolLimits.calls_per_episode",
         "num_generations": "Phase.group_size",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rolljax.errors import EnvError
-from rolljax.types import Message, Task
+from rolljax.types import Key, Message, Task
 
 if TYPE_CHECKING:
     from rolljax.envs.run_limits import RunLimits
@@ -205,6 +205,12 @@ class EnvSpec(abc.ABC):
         """Return every form of the task that an evaluation asks, all with the same content. Default: only the task
         itself. An environment that trains judges returns a pair of answers in both orders."""
         return (task,)
+
+    def form(self, task: Task, key: Key) -> Task:
+        """Return the form of the task that the trajectory at `key` plays; its record keeps the task itself. Default:
+        the task. An environment with experiences shows one to half of a group. Called in the trainer's process; equal
+        arguments must give equal forms."""
+        return task
 
     def bad_actions(self) -> Sequence[str]:
         """Return actions that must not solve a task, for the contract tests."""

@@ -29,6 +29,7 @@ NAMES: dict[str, str] = {
     "frozen_lake": "rolljax.envs.games.frozen_lake.FrozenLake",
     "sokoban": "rolljax.envs.games.sokoban.Sokoban",
     "guess_number": "rolljax.envs.games.guess_number.GuessNumber",
+    "nim": "rolljax.envs.games.nim.Nim",
     "countdown": "rolljax.envs.games.countdown.Countdown",
     "mastermind": "rolljax.envs.games.mastermind.Mastermind",
     "key_door": "rolljax.envs.games.key_door.KeyDoor",
@@ -47,6 +48,7 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "gem": ("rolljax.envs.adapters.gem.Gem", "id"),
     "openenv": ("rolljax.envs.adapters.openenv.OpenEnv", "url"),
     "rock": ("rolljax.envs.adapters.rock.Rock", "url"),
+    "trl": ("rolljax.envs.adapters.trl.TrlEnvironment", "factory"),
     "taubench": ("rolljax.envs.adapters.taubench.TauBench", "path"),
     "code": ("rolljax.envs.code_problems.CodeProblems", "path"),
 }

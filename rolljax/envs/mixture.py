@@ -18,7 +18,7 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.run_limits import RunLimits
 from rolljax.errors import ConfigError, EnvError, Range, check_fields
-from rolljax.types import Message, Task
+from rolljax.types import Key, Message, Task
 
 NAME = re.compile(r"[\w.:-]+")
 """Valid names of domains: metrics contain them between slashes."""
@@ -172,6 +172,9 @@ class Mixture(EnvSpec):
     def variants(self, task: Task) -> Sequence[Task]:
         forms = self.of[task.env].env.variants(self.inner(task))
         return [self.outer(task.env, form) for form in forms]
+
+    def form(self, task: Task, key: Key) -> Task:
+        return dataclasses.replace(task, content=self.of[task.env].env.form(self.inner(task), key).content)
 
 
 def _domain(of: Domain | str) -> Domain:

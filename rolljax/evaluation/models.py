@@ -9,7 +9,6 @@ from typing import Any, Protocol, Self
 
 import jax
 
-from rolljax.concurrency.lockstep import SINGLE_PROCESS
 from rolljax.concurrency.waits import Sleeper
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import Pool
@@ -24,9 +23,8 @@ from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.episodes import EpisodeRollouts, Rollouts, SamplerPolicy
 from rolljax.run.checkpoint import Step
 from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
-from rolljax.run.runtime import share_sampler
+from rolljax.run.runtime import open_sampler
 from rolljax.run.trained_weights import initial_params, trained_checkpoint
-from rolljax.sampler.client import Sampler
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import SamplingParams
@@ -89,12 +87,7 @@ class SamplerModel:
     ) -> None:
         self.name, self.identity, self.version = name, identity, version
         self.resolved, self.chat = resolved, load_chat(resolved, run)
-        worker, source, sink = share_sampler(resolved, lambda: weights, SINGLE_PROCESS)
-        sink.prepare(source.push(version))
-        sink.swap(version)
-        self.sampler = Sampler(
-            worker.engine, None, version, worker=worker, longest_prompt=0, vocabulary=self.chat.vocabulary
-        )
+        self.sampler, _ = open_sampler(resolved, lambda: weights, version, self.chat.vocabulary, longest_prompt=0)
         self._hosts: list[Any] = []
 
     def __enter__(self) -> SamplerModel:
@@ -156,7 +149,7 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> Sampler
     Args:
       recipe: of the run. step: of a kept checkpoint, or `best` (`Checkpoints.find`); None: the newest.
     """
-    resolved = resolve(recipe)
+    resolved = resolve(recipe.in_this_process)
     params, saved = trained_checkpoint(resolved, run, step)
     steps = saved.progress.total_steps
     name = f"{Path(run).resolve().name} step {steps}"
@@ -166,7 +159,7 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> Sampler
 
 def of_folder(recipe: Recipe) -> SamplerModel:
     """Return the untrained model of `Recipe.model`, a Hugging Face folder."""
-    resolved = resolve(recipe)
+    resolved = resolve(recipe.in_this_process)
     folder = Path(str(recipe.model)).resolve()
     identity = {"kind": "folder", "path": str(folder), "digest": folder_digest(folder), **_precision(recipe)}
     return SamplerModel(resolved, initial_params(resolved), folder.name, identity)

@@ -29,6 +29,7 @@ from rolljax.model.implementations import Implementation
 from rolljax.model.layers import ExpertRouting, Layers, param, rms_norm
 from rolljax.model.lora import Adapted, Base, Lora, merged
 from rolljax.model.moe import Routing
+from rolljax.model.prefixes import Prefixes
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "dots", "attention"]
@@ -158,8 +159,10 @@ class Out(NamedTuple):
 class Decoder(nnx.Module):
     """Token ids in, hidden states out; `logits` turns hidden states into next-token logits."""
 
-    def __init__(self, cfg: DecoderConfig, dtype: Dtype, remat: Remat, *, rngs: nnx.Rngs) -> None:
-        self.cfg, self.dtype, self.remat = cfg, dtype, remat
+    def __init__(
+        self, cfg: DecoderConfig, dtype: Dtype, remat: Remat, prefixes: Prefixes | None = None, *, rngs: nnx.Rngs
+    ) -> None:
+        self.cfg, self.dtype, self.remat, self.prefixes = cfg, dtype, remat, prefixes
         shape = (cfg.vocab_size, cfg.hidden_size)
         self.embed = param(rngs.params(), shape, ("vocab", "embed"), cfg.init_std)
         self.layers = cfg.layers(rngs)
@@ -214,7 +217,12 @@ class Decoder(nnx.Module):
         return Out(self._normed(x), cache, mixtures)
 
     def _rows(self, tokens_BT: jax.Array) -> jax.Array:
-        return embedded(self.embed[...], tokens_BT, self.dtype)
+        if self.prefixes is None:
+            return embedded(self.embed[...], tokens_BT, self.dtype)
+        vocab = self.cfg.vocab_size
+        rows = embedded(self.embed[...], jnp.minimum(tokens_BT, vocab - 1), self.dtype)
+        latent = jnp.asarray(self.prefixes.rows, self.dtype)[jnp.maximum(tokens_BT - vocab, 0)]
+        return jnp.where((tokens_BT >= vocab)[..., None], latent, rows)
 
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
         return self.cfg.final_norm(x_BTD, self.norm[...])
@@ -263,6 +271,8 @@ class Model:
     lora: Lora | None = None
     """Low-rank adapters. With adapters, `init`, `abstract` and `axes` describe the adapters alone, and `bind` takes the
     adapters together with the frozen base weights (`full_params`)."""
+    prefixes: Prefixes | None = None
+    """Vectors of the token ids from `vocab_size` on, which only prompts contain; None: there are none."""
 
     def init(self, seed: int) -> Params:
         """Return random parameters, a nested dict of float32 arrays."""
@@ -298,6 +308,11 @@ class Model:
         if self.lora:
             decoder.layers.extend(beside, self.lora.factor)
         return decoder
+
+    @property
+    def num_ids(self) -> int:
+        """The number of token ids that a prompt may contain."""
+        return self.cfg.vocab_size + (self.prefixes.num_ids if self.prefixes else 0)
 
     def num_params(self) -> int:
         """Return the number of the decoder's parameters, without adapters."""
@@ -356,7 +371,7 @@ class Model:
         return (cfg.num_layers * of_each + again) * jnp.dtype(self.dtype).itemsize
 
     def _module(self, seed: int) -> Decoder:
-        return Decoder(self.cfg, self.dtype, self.remat, rngs=nnx.Rngs(seed))
+        return Decoder(self.cfg, self.dtype, self.remat, self.prefixes, rngs=nnx.Rngs(seed))
 
     def _empty(self) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
         """Return the structure of the module and its state of shapes; the caller may change the state."""

@@ -168,7 +168,8 @@ def _for_both(source: Path) -> bool:
 
 _BASE = (Message("user", "q"), Message("assistant", "a"))
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+"""A call by which templates are tried."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -335,7 +336,7 @@ class Chat:
         """Return whether the template writes tools, the calls of an assistant and their results."""
         user = {"role": "user", "content": "q"}
         silent = {"role": "assistant", "content": ""}
-        call = {**silent, "tool_calls": [_CALL]}
+        call = {**silent, "tool_calls": [CALL]}
         results = [{"role": "tool", "content": text, "tool_call_id": "1", "name": "f"} for text in ("r", "s")]
         try:
             told = self._render([user], tools=[_TOOL]) != self._render([user])
@@ -344,6 +345,13 @@ class Chat:
         except ConfigError:
             return False
         return told and called and answered
+
+    @functools.cached_property
+    def written_call(self) -> str:
+        """A conversation in which the assistant makes the call `CALL`, as the template writes it; empty if it does not
+        know tools."""
+        call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        return self._render([{"role": "user", "content": "q"}, call]) if self.knows_tools else ""
 
     @functools.cached_property
     def _specials(self) -> re.Pattern[str]:

@@ -215,6 +215,9 @@ class TextStream:
 
     Args:
       stops: texts the answer ends before.
+
+    Attributes:
+      stopped: the stop text that ended it; empty: none so far.
     """
 
     def __init__(self, decoder: TextDecoder, stops: Sequence[str]) -> None:
@@ -222,7 +225,7 @@ class TextStream:
         self._longest = max(map(len, stops), default=0)
         self._shown: list[str] = []
         self._held = ""
-        self.stopped = False
+        self.stopped = ""
 
     @property
     def shown(self) -> str:
@@ -234,9 +237,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoder.add(ids) + (self._decoder.end() if last else "")
-        found = [i for i in map(text.find, self._stops) if i >= 0]
-        self.stopped = bool(found)
-        end = min(found) if found else len(text) if last else self._sure(text)
+        found = [(i, stop) for stop in self._stops if (i := text.find(stop)) >= 0]
+        sure = len(text) if last else self._sure(text)
+        end, self.stopped = min(found, default=(sure, ""))
         self._shown.append(text[:end])
         self._held = text[end:]
         return text[:end]

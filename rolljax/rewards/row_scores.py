@@ -74,12 +74,13 @@ class RowScores:
         return self._value.model.trunk.cfg.max_position
 
     async def score(self, tokens: np.ndarray) -> float:
-        """Return the value after the last of `tokens [T]`.
+        """Return the value after the last of `tokens [T]`, without the ids of latent prefixes (`model.prefixes`).
 
         Raises:
           EnvError: there are none, or too many for the model, or the value is no finite number. InfraError: the devices
             failed.
         """
+        tokens = tokens[tokens < self._value.model.trunk.cfg.vocab_size]
         if not 0 < len(tokens) <= self.longest:
             raise EnvError(f"a row of {len(tokens)} tokens; the reward model reads 1 to {self.longest}", stage="reward")
         loop = asyncio.get_running_loop()

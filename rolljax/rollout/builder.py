@@ -67,6 +67,8 @@ class TrajectoryBuilder:
     attempt: int
     expert: Expert | None = None
     loops: int = 0
+    version: int = 0
+    """Policy version with which the group began."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -106,6 +108,7 @@ class TrajectoryBuilder:
                 stream.restarted,
                 answer.experts,
                 answer.alternatives,
+                answer.sampler,
             )
         )
         self.sample_s += answer.queue_s + answer.sample_s

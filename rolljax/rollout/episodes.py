@@ -27,6 +27,7 @@ from rolljax.errors import ConfigError, DataError, EnvError, NeighbourError, Ran
 from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.builder import TokenStream, TrajectoryBuilder, fault_of
+from rolljax.rollout.guidance import Guide
 from rolljax.rollout.start_states import Start, digest
 from rolljax.sampler.client import SamplerClient
 from rolljax.types import (
@@ -48,8 +49,18 @@ EVALUATION_FIRST = -1
 class Policy(Protocol):
     """A source of answers: a model, or a scripted player."""
 
-    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        """Return the tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
+    @property
+    def version(self) -> int:
+        """Policy version with which a group begins that starts now."""
+        ...
+
+    async def act(
+        self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int, min_version: int = 0
+    ) -> Completion:
+        """Return the tokens that follow `prompt_ids [P]`, the whole stream of the episode so far.
+
+        min_version: the policy version with which the episode's group began.
+        """
         ...
 
 
@@ -66,13 +77,19 @@ class SamplerPolicy:
     domains: Mapping[str, SamplingParams] = dataclasses.field(default_factory=dict)
     """Sampling parameters of the domains of a mixture that differ from `params`, by domain."""
 
-    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+    @property
+    def version(self) -> int:
+        return self.sampler.version
+
+    async def act(
+        self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int, min_version: int = 0
+    ) -> Completion:
         address = (self.seed % 2**31, key.stream, key.prompt_index, key.sibling, turn)
         if self.may_ask:
             await self.may_ask.wait()
         priority = EVALUATION_FIRST if key.stream == EVAL_STREAM else key.prompt_index
         params = self.domains.get(episode.domain, self.params)
-        return await self.sampler.generate(prompt_ids, params, address, priority=priority)
+        return await self.sampler.generate(prompt_ids, params, address, priority=priority, min_version=min_version)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +102,13 @@ class ScriptedPolicy:
     pairs: bool = False
     """Every second sibling gives the rejected answer instead of the reference answer."""
 
-    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+    @property
+    def version(self) -> int:
+        return EXPERT
+
+    async def act(
+        self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int, min_version: int = 0
+    ) -> Completion:
         text = await (episode.rejected() if self.pairs and key.sibling % 2 else episode.reference_answer())
         return expert(self.chat.answer_ids(text), self.max_answer_tok)
 
@@ -235,6 +258,11 @@ class EpisodeRollouts(abc.ABC):
     scoring: Scoring | None
     """Rewards of the episodes, in place of the environment's."""
 
+    @property
+    def version(self) -> int:
+        """Policy version with which a group begins that starts now; 0 for models without versions."""
+        return 0
+
     @abc.abstractmethod
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         """Play an open episode to its end, and record it on `builder`.
@@ -258,8 +286,8 @@ class EpisodeRollouts(abc.ABC):
 
         spare: start this many more; the first `group_size` to complete make the group, and the rest is cancelled.
         """
-        keys = [Key(stream, prompt_index, sibling) for sibling in range(group_size + spare)]
-        running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier)) for key in keys]
+        keys, version = [Key(stream, prompt_index, sibling) for sibling in range(group_size + spare)], self.version
+        running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier, version)) for key in keys]
         try:
             if not spare:
                 return Group(task, prompt_index, tuple(await asyncio.gather(*running)))
@@ -269,13 +297,16 @@ class EpisodeRollouts(abc.ABC):
                 future.cancel()
 
     async def trajectory(
-        self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None
+        self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None, version: int = 0
     ) -> Trajectory:
-        """Play one episode. A failure is returned as its status and fault; nothing is raised."""
+        """Play one episode. A failure is returned as its status and fault; nothing is raised.
+
+        version: policy version with which its group began.
+        """
         with self.tally.counted(key):
             retries, loops = self.cfg.retries, 0
             for attempt in itertools.count(1):
-                builder = TrajectoryBuilder(task, key, attempt - loops, start.expert if start else None, loops)
+                builder = TrajectoryBuilder(task, key, attempt - loops, start.expert if start else None, loops, version)
                 error = await self._attempt(builder, start, barrier if attempt == 1 else None)
                 if builder.fault is None or not builder.fault.retryable or attempt == MAX_ATTEMPTS:
                     break
@@ -291,7 +322,7 @@ class EpisodeRollouts(abc.ABC):
     ) -> RolljaxError | None:
         """Play an episode; return the error that ended it, if any."""
         try:
-            episode = await self._open(builder.task, builder, barrier)
+            episode = await self._open(builder, barrier)
             try:
                 with boundary(EnvError, f"reference answer of task {builder.task.index}"):
                     builder.reference = self.pool.spec.reference(builder.task)
@@ -303,12 +334,14 @@ class EpisodeRollouts(abc.ABC):
             return e
         return None
 
-    async def _open(self, task: Task, builder: TrajectoryBuilder, barrier: Barrier | None) -> Episode:
+    async def _open(self, builder: TrajectoryBuilder, barrier: Barrier | None) -> Episode:
         with contextlib.ExitStack() as unless_open:
             if barrier:
                 unless_open.callback(barrier.leave)
+            with boundary(EnvError, f"form of task {builder.task.index}"):
+                form = self.pool.spec.form(builder.task, builder.key)
             with builder.waiting_for_env():
-                episode = await self.pool.open(task)
+                episode = await self.pool.open(form)
             unless_open.pop_all()
         if barrier:
             await barrier.arrive(builder.key)
@@ -354,11 +387,21 @@ class Rollouts(EpisodeRollouts):
     """Counter of episodes."""
     scoring: Scoring | None = None
     """Scoring that gives the episodes' rewards; None: the environment's rewards."""
+    guide: Guide | None = None
+    """Latent prefixes in front of the prompts; None: no trajectory has one."""
     run_limits: RunLimits | None = None
     """Time limits of the policy's programs, for environments that use them (`EnvSpec.run_limits`)."""
 
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
-        stream = TokenStream(self.chat.prompt_ids(episode.initial_messages))
+        opening, prefix = self.chat.prompt_ids(episode.initial_messages), np.zeros(0, np.int32)
+        if self.guide:
+            prefix = self.guide.prefix(builder.key)
+            opening = np.concatenate([prefix, opening])
+        stream = TokenStream(opening)
         replay = start.chunks if start else ()
         if self.hash_observations:
             builder.observation_hashes = [digest(episode.initial_messages)]
@@ -373,8 +416,9 @@ class Rollouts(EpisodeRollouts):
                 answer, text = expert(replay[turn].tokens, self.max_answer_tok), replay[turn].text
             else:
                 # after a loop, other randomness: with the same it would loop again
-                answer = await self.policy.act(stream.ids, episode, builder.key, turn + builder.loops * self.max_turns)
-                text = self.chat.text(answer.tokens, stream.ids)
+                number = turn + builder.loops * self.max_turns
+                answer = await self.policy.act(stream.ids, episode, builder.key, number, builder.version)
+                text = self.chat.text(answer.tokens, stream.ids[len(prefix) :])
             result = self.checked_form(text, await self.env_step(episode, text, builder))
             weight = float(start is None or turn >= len(replay) or turn < start.imitate)
             builder.add(stream, answer, text, result, weight)

@@ -170,6 +170,8 @@ class GroupBuffer:
         self.ages: Counter[int] = Counter()
         """How many groups were trained at each age."""
         self._entries: dict[int, GroupEntry] = {}
+        self._standing: Counter[str] = Counter()  # entries by domain
+        self._unfinished: Counter[tuple[int, bool]] = Counter()  # those in flight by version and whether they are kept
         self._again: dict[int, str] = {}  # cancelled draws that start again, with their domains
         self._restart: list[GroupEntry] = []  # groups in flight when the run ended
         self._round: list[tuple[int, bool]] = []  # tail batching: draws to start next
@@ -187,7 +189,7 @@ class GroupBuffer:
     @property
     def num_ready(self) -> int:
         """Complete groups that wait for a step."""
-        return sum(e.ready for e in self)
+        return len(self) - self._unfinished.total()
 
     @property
     def in_long_round(self) -> bool:
@@ -205,8 +207,18 @@ class GroupBuffer:
         self._again.pop(prompt_index, None)
         self.num_drawn = max(self.num_drawn, prompt_index + 1)
         self.num_started += 1
-        self._entries[prompt_index] = GroupEntry(prompt_index, version, kept, domain=domain)
+        self._enter(GroupEntry(prompt_index, version, kept, domain=domain))
         return self._entries[prompt_index]
+
+    def _enter(self, entry: GroupEntry) -> None:
+        self._entries[entry.prompt_index] = entry
+        self._standing[entry.domain] += 1
+        self._unfinished[entry.version, entry.kept] += not entry.ready
+
+    def _remove(self, entry: GroupEntry) -> None:
+        del self._entries[entry.prompt_index]
+        self._standing[entry.domain] -= 1
+        self._unfinished[entry.version, entry.kept] -= not entry.ready
 
     def _next(self, version: int) -> tuple[int, bool, str] | None:
         """Return the prompt index of the next group, whether the group is kept, and its domain; None if none may
@@ -221,9 +233,10 @@ class GroupBuffer:
             return None
         if rules.tail:
             return self._next_of_round(version, rules.tail)
-        places, spares = self._places(version)
-        if len(self) >= len(places) + len(spares):
+        capacity, spare = self._capacity(version)
+        if len(self) >= capacity + spare:
             return None
+        places, spares = self._places(capacity, spare)
         for domain in self._open([*places, *spares]):
             again = next((prompt_index for prompt_index, of in self._again.items() if of == domain), None)
             if again is not None and sum(e.kept and e.domain == domain for e in self) < places.count(domain):
@@ -242,25 +255,31 @@ class GroupBuffer:
         """Groups that the phase still trains."""
         return self.admission.prompts_per_step * self.admission.num_steps - self.num_trained
 
-    def _places(self, version: int) -> tuple[list[str], list[str]]:
-        """Return the domains of the groups that may be in flight and ready together, in the order of the plan, and the
-        domains of spare groups: the next places of the plan, or if late groups are dropped, the next step's again."""
+    def _capacity(self, version: int) -> tuple[int, int]:
+        """Return the number of groups that may be in flight and ready together, and of spare groups."""
         rules = self.admission
         capacity, spares = rules.allowed(0), 0
         if version > self._taken_at:
             capacity, spares = capacity + rules.prompts_per_step, rules.spare_prompts
-        if not capacity or not self._left:
-            return [], []
         capacity = min(capacity, self._left)
-        if rules.late == "drop":
+        if not capacity:
+            return 0, 0
+        return capacity, spares if rules.late == "drop" else min(spares, self._left - capacity)
+
+    def _places(self, capacity: int, spares: int) -> tuple[list[str], list[str]]:
+        """Return the domains of this many groups, in the order of the plan, and the domains of spare groups: the next
+        places of the plan, or if late groups are dropped, the next step's again."""
+        if self.admission.late == "drop":
             again = itertools.cycle(self.plan.places(self._step))
             return list(self.plan.first(self._step, capacity)), list(itertools.islice(again, spares))
-        places = list(self.plan.first(self._step, min(capacity + spares, self._left)))
+        places = list(self.plan.first(self._step, capacity + spares))
         return places[:capacity], places[capacity:]
 
     def _open(self, places: list[str]) -> list[str]:
         """Return the domains of the places without a group."""
-        standing, found = Counter(e.domain for e in self), []
+        if not self.plan.is_mixed:
+            return places[len(self) :]
+        standing, found = self._standing.copy(), []
         for domain in places:
             if standing[domain]:
                 standing[domain] -= 1
@@ -275,9 +294,9 @@ class GroupBuffer:
         Args:
           num_places: places of the plan that may have a group now.
         """
-        drawn = sum(e.domain == domain for e in self) + sum(of == domain for of in self._again.values())
-        known = self.plan.first(self._step, min(num_places + len(self._again), self._left))
-        return drawn < sum(of == domain for of in known)
+        drawn = self._standing[domain] + sum(of == domain for of in self._again.values())
+        known = list(self.plan.first(self._step, min(num_places + len(self._again), self._left)))
+        return drawn < known.count(domain)
 
     # ---- tail batching
 
@@ -318,8 +337,8 @@ class GroupBuffer:
           has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
         """
         entry = self._entries[prompt_index]
-        others = sum(e.domain == entry.domain for e in self)
-        spare = not entry.kept and others > self.plan.places(self._step).count(entry.domain)
+        needed = self.plan.places(self._step).count(entry.domain)
+        spare = not entry.kept and self._standing[entry.domain] > needed
         if not has_signal and not failed and self._replaced < self.admission.max_replaced:
             self._replaced += 1
             self._drop(entry, "no_signal")
@@ -327,17 +346,20 @@ class GroupBuffer:
             self._drop(entry, "failed")
         else:
             entry.ready, entry.has_signal = True, has_signal
+            self._unfinished[entry.version, entry.kept] -= 1
         self._some_finished = self.num_ready < len(self)
         return prompt_index in self._entries
 
     def _drop(self, entry: GroupEntry, why: Dropped) -> None:
-        del self._entries[entry.prompt_index]
+        self._remove(entry)
         self.dropped[why] += 1
 
     # ---- training
 
     def take(self, version: int) -> list[GroupEntry] | None:
         """Return the groups that the step at `version` trains, by prompt index; None if the step must wait."""
+        if self._must_wait(version):
+            return None
         rules, places = self.admission, self.plan.places(self._step)
         room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
         taken: list[GroupEntry] = []
@@ -353,7 +375,7 @@ class GroupBuffer:
             assert entry.age(version) <= rules.oldest, (
                 f"group {entry.prompt_index} is {entry.age(version)} versions old"
             )
-            del self._entries[entry.prompt_index]
+            self._remove(entry)
             self.ages[entry.age(version)] += 1
         self.num_trained += len(taken)
         self.plan.forget(self._step)
@@ -361,6 +383,15 @@ class GroupBuffer:
         self._round_size = 0
         self._check()
         return sorted(taken, key=lambda e: e.prompt_index)
+
+    def _must_wait(self, version: int) -> bool:
+        """Return whether the numbers of groups in flight alone tell that a step has to wait."""
+        rules, in_flight = self.admission, 0
+        for (started, kept), number in sorted(self._unfinished.items()):  # the oldest first
+            in_flight += number * kept
+            if number and in_flight > rules.allowed(version - started):
+                return True
+        return self.num_ready < rules.prompts_per_step
 
     def _in_time(self, taken: list[GroupEntry], version: int) -> bool:
         """Return whether all other kept groups can still be trained in time if `taken` are trained now."""
@@ -435,6 +466,8 @@ class GroupBuffer:
         entries = [GroupEntry(**e | {"domain": of.get(e["prompt_index"], "")}) for e in state["entries"]]
         if "plan" in state:
             self.plan.restore(state["plan"])
-        self._entries = {e.prompt_index: e for e in entries if e.ready}
+        for entry in entries:
+            if entry.ready:
+                self._enter(entry)
         self._restart = [e for e in entries if not e.ready]
         self.num_started = state["num_started"] - len(self._restart)

@@ -3,6 +3,7 @@
 config.gin            the settings that were read, complete and runnable
 config.resolved.json  every setting with its value, defaults included
 env.json              versions, devices, command
+starts.jsonl          one object per start: its epoch, and for a restart how the process before ended
 metrics.jsonl         one object per step (`metrics.NAMES`)
 consumed.jsonl        per step the draws it trained, and the fate of the others (`consumed.ConsumedStep`)
 chat_template.jinja   the chat template, if it is not the one of the model's folder
@@ -41,7 +42,7 @@ from rolljax.recipe import Recipe
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.storage import damage, durable, journal
+from rolljax.storage import damage, durable, journal, starts
 from rolljax.storage.environment import environment
 from rolljax.storage.layout import (
     CHECKPOINTS,
@@ -54,6 +55,7 @@ from rolljax.storage.layout import (
     RESOLVED,
     RESULT,
     ROLLOUTS,
+    STARTS,
     SUMMARY,
     TEMPLATE,
     heldout_file,
@@ -99,6 +101,8 @@ class RunFolder(RunReader):
         """Logs, by name, as far as this process has written them."""
         self._heldout: dict[str, str] = {}
         """SHA-256 of the files of held-out answers, by evaluation."""
+        self.epoch = 0
+        """Number of this process among the leaders of the run so far (`begin`); 0: it does not lead it."""
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes of this machine from writing here.
@@ -170,6 +174,20 @@ class RunFolder(RunReader):
         durable.write(self.path / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
         return notes
 
+    def begin(self, *, fresh: bool = False, after: str = "") -> int:
+        """Record that this process leads the run from now on, and return its epoch, which is larger than all before.
+
+        The folder is locked. Call it once, after `prepare`.
+
+        Args:
+          fresh: see `prepare`. after: how the process before ended, if this one replaces it (`commands.restarts`).
+
+        Raises:
+          StorageError: it cannot be recorded. CheckpointError: the record of earlier starts cannot be read.
+        """
+        self.epoch = starts.add(self.path, fresh=fresh, after=after)
+        return self.epoch
+
     def keep_template(self, template: str | None) -> None:
         """Store the chat template of the run for later readers. None: the run uses the template of the model's folder.
 
@@ -194,10 +212,10 @@ class RunFolder(RunReader):
 
     def _clear(self) -> None:
         """Delete an earlier run: checkpoints first, so that no command continues from a part of it, and last the file
-        that marks a run folder."""
+        that marks a run folder. The record of starts stays, so that epochs grow."""
         first_last = {CHECKPOINTS: 0, RESOLVED: 2}
         for entry in sorted(self.path.iterdir(), key=lambda e: first_last.get(e.name, 1)):
-            if entry.name != LOCK:
+            if entry.name not in (LOCK, STARTS):
                 durable.remove(entry)
 
     def stored_fields(self, cls: type, *, leave_out: Collection[str]) -> dict[str, Any]:
@@ -435,6 +453,8 @@ class RunFolder(RunReader):
             "heldout_reward": progress.heldout_reward,
             "version": progress.version,
             "state_sha256": state_sha256,
+            "drained_samplers": progress.drained_samplers,
+            "restarts": [dataclasses.asdict(start) for start in starts.restarts(self.path)],
         }
         durable.write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 

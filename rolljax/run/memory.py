@@ -45,7 +45,7 @@ class DeviceMemory:
 def room(resolved: ResolvedRecipe) -> DeviceMemory:
     """Return the memory of each device of a run: of an accelerator its allocator's limit, of a CPU device its share of
     this host's available memory."""
-    devices = {d for mesh in (resolved.mesh, resolved.sampler_mesh) for d in mesh.devices.flat}
+    devices = {d for mesh in (resolved.mesh, resolved.sampler_mesh) if mesh for d in mesh.devices.flat}
     own = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
     stats = own[0].memory_stats() if own[0].platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -91,31 +91,44 @@ def _table(path: Path) -> dict[str, str]:
 
 def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
     """Yield all programs of a run: of each phase that differs from the earlier ones, of the sampler, and between
-    them."""
+    them. Of samplers in other processes there are none here, but the trainer keeps a copy of the weights until it is
+    written for them."""
     mesh, model, recipe = resolved.mesh, resolved.model, resolved.recipe
     base, way = base_shapes(resolved), reshard(resolved)
-    sampler = aot.SamplerShapes.of(model, recipe.sampler, resolved.sampler_mesh)
+    sampler_mesh = resolved.sampler_mesh
+    sampler = aot.SamplerShapes.of(model, recipe.sampler, sampler_mesh) if sampler_mesh else None
     trainers, seen = [], set()
+    pushed = {} if sampler else aot.leaving_bytes(mesh, model)
     for index, phase in enumerate(recipe.phases):
         trainer = make_trainer(resolved, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
         trainers.append(aot.TrainerShapes.of(trainer))
-        is_alone = bool(way) or resolved.sampler_sleeps(phase)
+        is_alone = bool(way) or sampler is None or resolved.sampler_sleeps(phase)
         key = (phase.algorithm, phase.optimizer, trainer.shape, is_alone)
         if key not in seen:
-            yield from trainers[-1].programs(phase.name, {} if is_alone else sampler.resident())
+            yield from trainers[-1].programs(phase.name, pushed if is_alone or not sampler else sampler.resident())
         seen.add(key)
     largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
-    arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
-    yield from sampler.programs(arriving or largest)
     trainer = trainers[0].trainer
     trained = model.full_params(trainers[0].state.policy.params, trainer.base)
+    if sampler is None:
+        yield aot.push_program(mesh, model, trained, largest)
+        return
+    arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
+    yield from sampler.programs(arriving or largest)
     asleep = all(map(resolved.sampler_sleeps, recipe.phases))
     yield from aot.publish_programs(mesh, model, trained, sampler, largest, way, asleep=asleep)
 
 
+def sampler_programs(sampler: ResolvedRecipe) -> Iterator[aot.Program]:
+    """Yield the programs of a sampler in another process, whose settings were resolved over its devices."""
+    assert sampler.sampler_mesh is not None
+    shapes = aot.SamplerShapes.of(sampler.model, sampler.recipe.sampler, sampler.sampler_mesh)
+    yield from shapes.remote_programs(sampler.model)
+
+
 def reshard(resolved: ResolvedRecipe) -> Reshard | None:
     """Return the transfer of weights between trainer and sampler if they share no devices."""
-    if share_devices(resolved.mesh, resolved.sampler_mesh):
+    if resolved.sampler_mesh is None or share_devices(resolved.mesh, resolved.sampler_mesh):
         return None
     return Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
 
@@ -264,8 +277,9 @@ def next_settings(
         tried["optimizer"] = state
         lora = [] if recipe.lora else ["Recipe.lora = @lora.Lora(): train adapters only"]
         tried["parameters"] = tried["gradients"] = [*state[:1], *lora]
-    tensor = resolved.sampler_mesh.shape["tensor"]
-    tried["sampler weights"] = [f"SamplerConfig.tensor = {2 * tensor}: split them"]
+    if resolved.sampler_mesh:
+        tensor = resolved.sampler_mesh.shape["tensor"]
+        tried["sampler weights"] = [f"SamplerConfig.tensor = {2 * tensor}: split them"]
     tried["KV pool"] = [_fewer_pages(resolved, sizes.get("KV pool", 0.0), over), "fewer SamplerConfig.slots"]
     order = sorted(tried, key=lambda part: -sizes.get(part, 0.0))
     found = [text for part in order if sizes.get(part, 0.0) > 0.02 * usable for text in tried[part]]
@@ -275,6 +289,7 @@ def next_settings(
 def _fewer_pages(resolved: ResolvedRecipe, pool: float, over: float) -> str:
     """Return the setting of the largest number of pages that fits, or of half the pages if no sequence would fit."""
     cfg = resolved.recipe.sampler
+    assert resolved.sampler_mesh is not None
     left = int(0.95 * cfg.num_pages * (pool - over) / pool) if pool > over else 0
     if left > cfg.pages_per_sequence * num_slot_shards(resolved.sampler_mesh):
         return f"SamplerConfig.pages = {left}: as many as fit, and fewer sequences at once while they are long"

@@ -58,7 +58,7 @@ class PhaseRollouts:
         self._run_limits = recipe.env.run_limits()
         if self._run_limits:
             self._run_limits.restore(progress.run_times)
-        self._rollouts = dataclasses.replace(rollouts, run_limits=self._run_limits)
+        self._rollouts = dataclasses.replace(rollouts, run_limits=self._run_limits, guide=player.guide(phase))
         self._warn: Callable[[str], None] | None = warn
         self._together = player.pool.opens_at_once and not phase.async_ratio
         self._shares = open_shares(recipe.env, phase)
@@ -272,6 +272,8 @@ class PhaseRollouts:
                 report.add(f"domain/{name}/share_frac", share)
             report.add_row(self._shares.row())
             self._shares.learn(step.all)
+        if self._rollouts.guide:
+            report.add_row(self._rollouts.guide.row(step.all))
         if self._starts:
             self._starts.learn(step.all, progress.step)
             progress.start_states = self._starts.state()

@@ -11,6 +11,7 @@ from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.episodes import EpisodeCounts, Policy, Rollouts, SamplerPolicy, ScriptedPolicy
+from rolljax.rollout.guidance import Guide
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import RunProgress
@@ -98,6 +99,14 @@ class EpisodePlayer:
             self.pool, self._preflight.chat, policy, *limits, r.rollout, hash_observations, self._counts, scoring
         )
 
+    def guide(self, phase: Phase) -> Guide | None:
+        """Return the latent prefixes of a phase's trajectories; None: it has none."""
+        model = self._preflight.model
+        if not phase.guidance or model.prefixes is None:
+            return None
+        sizes = (phase.group_size, phase.prompts_per_step, phase.steps)
+        return Guide(phase.guidance, model.prefixes, model.cfg.vocab_size, *sizes, self._recipe.seed)
+
     def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the metrics of a step's rewards, if the recipe has its own rewards."""
         return self._scoring.row(groups) if self._scoring else {}
@@ -144,6 +153,7 @@ class EpisodePlayer:
         parts = (
             str(self._counts),
             f"sampler {sampler}, {did.dispatches + did.prefills} dispatches done",
+            *self._sampler.faults(),
             f"calls of environments under way: {calls}, {stats.steps} steps done, {stats.open} episodes open",
         )
         return "; ".join(filter(None, parts))

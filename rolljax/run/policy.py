@@ -8,7 +8,9 @@ process.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.errors import ConfigError
@@ -17,8 +19,13 @@ from rolljax.run.folder import RunFolder
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import Task
 
-_OF_TRAINING = ("env", "phases", "reward", "agent", "filters", "domains", "trackers")
+_OF_TRAINING = ("env", "phases", "reward", "agent", "filters", "domains", "prefixes", "trackers")
 """Fields of `Recipe` that no policy needs."""
+_OF_SAMPLER = (
+    *("model", "lora", "chat_template", "dtype", "attention", "router_aux_coef", "max_answer_tok", "sampler", "seed"),
+    "prefixes",
+)
+"""Fields of `Recipe` that a sampler in another process needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,30 @@ def policy_recipe(run: str | Path) -> Recipe:
     folder = RunFolder(run)
     folder.config_file()
     given = folder.stored_fields(Recipe, leave_out=_OF_TRAINING)
+    return _untrained(given)
+
+
+def _untrained(given: Mapping[str, Any]) -> Recipe:
     return Recipe(_NoTasks(), (Phase("policy", Sft(), 1, prompts_per_step=1),), **given)
+
+
+def sampler_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe that a sampler in another process needs, resolved (`config.resolved`)."""
+    from rolljax.config import resolved
+
+    return {key: value for name in _OF_SAMPLER for key, value in resolved.flatten(getattr(recipe, name), name).items()}
+
+
+def sampler_recipe(settings: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of `sampler_settings`, with an environment without tasks and a phase of no use.
+
+    Raises:
+      ConfigError: a class is not here, or a value does not fit.
+    """
+    from rolljax.config import resolved
+
+    others = {field.name for field in dataclasses.fields(Recipe)} - set(_OF_SAMPLER)
+    return _untrained(resolved.build_fields(settings, Recipe, others))
 
 
 def stored_phases(run: str | Path) -> tuple[Phase, ...]:

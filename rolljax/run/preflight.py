@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rolljax.cluster.placement import Remote
 from rolljax.concurrency.event_loop import EventLoop
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool, open_pool
@@ -24,6 +25,7 @@ from rolljax.model import hf, training_templates
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
 from rolljax.model.implementations import implementation
+from rolljax.model.prefixes import read_prefixes
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.base import RewardContext
@@ -58,8 +60,9 @@ class ResolvedRecipe:
     recipe: Recipe
     mesh: Mesh
     """Device mesh of the trainer: the same devices as the sampler's, or separate ones (`Recipe.placement`)."""
-    sampler_mesh: Mesh
-    """Device mesh of the sampler: the same devices as the trainer's, or separate ones (`Recipe.placement`)."""
+    sampler_mesh: Mesh | None
+    """Device mesh of the sampler: the same devices as the trainer's, or separate ones; None: the samplers are processes
+    of their own (`Recipe.placement`)."""
     model: Model
 
     def sampler_sleeps(self, phase: Phase) -> bool:
@@ -67,7 +70,7 @@ class ResolvedRecipe:
 
         It does so if both share devices and nothing is sampled meanwhile, unless pages must outlive an update.
         """
-        is_shared = share_devices(self.mesh, self.sampler_mesh)
+        is_shared = self.sampler_mesh is not None and share_devices(self.mesh, self.sampler_mesh)
         return is_shared and not phase.async_ratio and not self.recipe.sampler.reuse_stale
 
 
@@ -80,6 +83,13 @@ class Preflight(ResolvedRecipe):
     first_prompt: tuple[Message, ...]
     longest_prompt_tok: int
     warnings: Sequence[str] = ()
+
+    @property
+    def compiled_requests(self) -> tuple[int | None, bool]:
+        """Return `longest_prompt` and `multi_turn` of the requests for which a sampler compiles its programs in advance
+        (`sampler.client.Sampler`)."""
+        longest = None if self.recomputes else self.longest_prompt_tok
+        return longest, self.recipe.max_turns > 1 or self.recomputes
 
     @property
     def recomputes(self) -> bool:
@@ -108,16 +118,19 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
             remedy="let one axis be -1, or the product of the axes the number of devices",
         )
     recipe.check_mesh(mesh)
-    recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
+    if sampler_mesh is not None:
+        recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
     cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
     recipe.sampler.check_model(cfg)
     if recipe.router_aux_coef is not None:
         cfg = _rebalanced(cfg, recipe)
-    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
+    prefixes = read_prefixes(recipe.prefixes, cfg.hidden_size) if recipe.prefixes else None
+    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora, prefixes)
     for each in (model.plain, model):
         param_shardings(mesh, each.axes(), each.abstract())
-    owner = "MeshSpec" if sampler_mesh is mesh else "SamplerConfig"
-    param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
+    if sampler_mesh is not None:
+        owner = "MeshSpec" if sampler_mesh is mesh else "SamplerConfig"
+        param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
     recipe = recipe.sized(mesh, micro_tok(mesh, model))
     for phase in recipe.phases:
         rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
@@ -133,11 +146,13 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
         critic = phase.algorithm.needs().critics
         if phase.algorithm.mini_critics and critic is not None:
             _check_mini(critic, model)
+        _check_prefixes(phase, model)
     return ResolvedRecipe(recipe, mesh, sampler_mesh, model)
 
 
-def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, Mesh]:
-    """Return the trainer's mesh and the sampler's: over the same devices, or over its share.
+def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, Mesh | None]:
+    """Return the trainer's mesh and the sampler's: over the same devices, or over its share; None: the samplers are
+    processes of their own.
 
     Args:
       devices: default: all.
@@ -149,12 +164,14 @@ def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple
     if isinstance(placement, Colocated):
         mesh = recipe.mesh.build(devices)
         return mesh, recipe.sampler.mesh(mesh)
+    if isinstance(placement, Remote):
+        return recipe.mesh.build(devices), None
     if devices is None and jax.process_count() > 1:
         raise ConfigError(
             f"is not possible in a run of {jax.process_count()} processes: each would need devices of both",
             setting="Recipe.placement",
             value=placement,
-            remedy="start one process, or leave the setting out",
+            remedy="start one process, choose Remote, or leave the setting out",
         )
     first, second = placement.shares(available_devices() if devices is None else devices)
     mesh = recipe.mesh.build(first)
@@ -178,6 +195,27 @@ def _check_mini(critic: Critic, policy: Model) -> None:
             f"is no smaller than the policy: a critic has {size:,} parameters, the policy {limit:,}",
             setting="Critic.model",
             remedy="give a smaller shape, or choose Ppo, whose one critic may have any",
+        )
+
+
+def _check_prefixes(phase: Phase, model: Model) -> None:
+    """Check that the models of a phase can read its latent prefixes."""
+    if not phase.guidance:
+        return
+    if model.prefixes and phase.guidance.length > model.prefixes.length:
+        raise ConfigError(
+            f"is more than the {model.prefixes.length} vectors of each latent in Recipe.prefixes",
+            setting="Guidance.length",
+            value=phase.guidance.length,
+            remedy=f"at most {model.prefixes.length}, or make a file with longer ones",
+        )
+    critic = phase.algorithm.needs().critics
+    if critic is not None and isinstance(critic.model, DecoderConfig):
+        raise ConfigError(
+            "has its own embedding, for which the latent prefixes of Phase.guidance were not made",
+            setting="Critic.model",
+            value=critic.model,
+            remedy="leave it out, or leave out Phase.guidance",
         )
 
 
@@ -248,7 +286,8 @@ def check(recipe: Recipe) -> Preflight:
     for reply in probed.replies if recipe.env.max_turns > 1 else ():
         _check_reply(chat, reply)
     prompts = [chat.prompt_ids(messages) for messages in openings]
-    longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
+    longest = max(map(len, prompts)) + max(phase.prefix_tok for phase in recipe.phases)
+    highest = max(int(ids.max(initial=0)) for ids in prompts)
     if max(highest, *chat.stop_ids) >= model.cfg.vocab_size:
         raise CheckpointError(
             f"the tokenizer of {recipe.model} makes token {max(highest, *chat.stop_ids)} of a prompt; the model has "

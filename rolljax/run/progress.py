@@ -46,6 +46,8 @@ class RunProgress:
     """The groups that wait to be trained, a JSON line each (`Group.to_json`)."""
     recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sizes and hashes of the logs and held-out answers when this was saved (`RunFolder.recorded`)."""
+    drained_samplers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The step after which each was drained, and `types.DrainedSampler`."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False

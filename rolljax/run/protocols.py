@@ -10,6 +10,7 @@ from rolljax.envs.pool import Pool
 from rolljax.metrics import MetricsReport
 from rolljax.recipe import Phase
 from rolljax.rollout.episodes import Policy, Rollouts
+from rolljax.rollout.guidance import Guide
 from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.start_states import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
@@ -18,7 +19,7 @@ from rolljax.run.step_metrics import StepGroups, StepReport
 from rolljax.sampler.prompt_queue import SamplerStats
 from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import TrainedStep
-from rolljax.types import Group, Task, Trajectory
+from rolljax.types import DrainedSampler, Group, SamplerGap, Task, Trajectory
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -48,10 +49,11 @@ class LoopSampler(Protocol):
     @property
     def stats(self) -> SamplerStats: ...
     def hold(self) -> Callable[[], None]: ...
+    def drain_far(self, gaps: Mapping[str, SamplerGap]) -> list[DrainedSampler]: ...
 
 
 class LoopClock(Protocol):
-    """Waits with a name and a deadline, and a thread for blocking calls; see `threads.event_loop.EventLoop`."""
+    """Waits with a name and a deadline, and a thread for blocking calls; see `concurrency.event_loop.EventLoop`."""
 
     async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T: ...
     async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -75,6 +77,7 @@ class LoopPlayer(Protocol):
 
     def actor(self, phase: Phase) -> Policy: ...
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts: ...
+    def guide(self, phase: Phase) -> Guide | None: ...
     def reward_row(self, groups: Sequence[Group]) -> dict[str, float]: ...
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None: ...
     async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]: ...

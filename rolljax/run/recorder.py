@@ -9,8 +9,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from rolljax.concurrency.waits import Watchdog
 from rolljax.console.progress import Console
 from rolljax.errors import EnvError, TrainerError
@@ -70,8 +68,7 @@ class Recorder:
         try:
             yield
         except NotFinite as e:
-            arrays = {name: np.asarray(array) for name, array in e.batch.arrays().items()}
-            path = self._folder.write_crash(f"step_{self.progress.total_steps + 1}", arrays)
+            path = self._folder.write_crash(f"step_{self.progress.total_steps + 1}", e.batch.arrays())
             raise TrainerError(f"{e}; nothing of this step was published or saved; the batch is in {path}") from e
 
     def start_step(self) -> StepReport:

@@ -35,6 +35,13 @@ def check(resolved: ResolvedRecipe) -> None:
     """Raise `ConfigError` for a source of a policy that this run cannot use."""
     for phase in resolved.recipe.phases:
         for source in phase.algorithm.needs().references:
+            if source not in OWN and phase.guidance:
+                raise ConfigError(
+                    "names a frozen policy with its own embedding, for which latent prefixes were not made",
+                    setting=_setting(phase.algorithm, source) or type(phase.algorithm).__name__,
+                    value=source,
+                    remedy="run_start or phase_start, or leave out Phase.guidance",
+                )
             if source not in OWN:
                 _model(resolved, source, _setting(phase.algorithm, source) or type(phase.algorithm).__name__)
 

@@ -177,6 +177,8 @@ def answered(e: Episodes, needs: Needs, rng: np.random.Generator) -> Episodes:
         found["entropy"] = np.where(e.mask, 1.0, 0.0)
     if needs.teachers:
         found["teacher_logp"] = np.stack([near() for _ in needs.teachers])
+    if needs.context:
+        found |= {name: near() for name in ("context_logp", *(["context_ref_logp"] if needs.ref else []))}
     if needs.critics:
         found["values"] = np.stack([near() for _ in range(needs.critics.num)])
     if needs.attention:
@@ -188,7 +190,7 @@ def _check_credit(result: Credit, e: Episodes) -> None:
     if not isinstance(result, Credit):
         raise TypeError(f"it returns a {type(result).__name__}, not a Credit")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("advantages", "weights", "returns", "mask"), e.mask.shape)
-    shapes |= {"entropy_weights": e.mask.shape, "rewards": e.mask.shape, "keep": (e.num,)}
+    shapes |= dict.fromkeys(("entropy_weights", "rewards", "reference_points"), e.mask.shape) | {"keep": (e.num,)}
     for name, shape in shapes.items():
         array = getattr(result, name)
         if array is None:

@@ -17,7 +17,7 @@ from rolljax.envs.pool.blame import SET_ASIDE
 from rolljax.metrics import ENV_PREFIX, MetricsReport
 from rolljax.run.consumed import ConsumedStep
 from rolljax.sampler.client import SamplerStats
-from rolljax.types import Group, Key, TokenColumn, Trajectory
+from rolljax.types import Group, Key, SamplerGap, TokenColumn, Trajectory
 
 PARTS = {
     "rollout": "rollouts",
@@ -182,6 +182,13 @@ def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
         counts[: len(found)] += found
         found = counts
     return found
+
+
+def add_gaps(report: MetricsReport, gaps: Mapping[str, SamplerGap]) -> None:
+    """Add the distance of each sampler from the trainer."""
+    for name, gap in gaps.items():
+        report.add(f"sampler/{name}/gap_nat", gap.mean_nat)
+        report.add(f"sampler/{name}/trained_tok_n", float(gap.tokens))
 
 
 def add_sampler(report: MetricsReport, before: SamplerStats, now: SamplerStats, slot_s: float) -> None:

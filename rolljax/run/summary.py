@@ -8,6 +8,7 @@ from typing import Any
 from rolljax.console.progress import OWNERS, judged_by, waits
 from rolljax.console.terminal import duration, visible
 from rolljax.errors import CheckpointError, boundary
+from rolljax.storage import starts
 from rolljax.storage.environment import command_line
 from rolljax.storage.layout import ENVIRONMENT
 from rolljax.storage.run_reader import RunReader
@@ -26,6 +27,8 @@ def summary_lines(run: RunReader) -> list[str]:
     if rows:
         lines += _phases(rows, summary)
         lines += [f"tokens    {_tokens(rows)}", f"waits     {_waits(rows)}", f"failed    {_failed(rows)}"]
+    if restarts := starts.restarts(run.path):
+        lines.append(f"restarts  {len(restarts)}, the last one after it {restarts[-1].after}")
     lines += env
     if sha := summary.get("state_sha256"):
         lines.append(f"state     {sha[:16]}")

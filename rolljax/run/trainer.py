@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rolljax.cluster.placement import Remote
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
@@ -156,5 +157,7 @@ def make_trainer(
         seed=recipe.seed,
         references=references,
         base=base,
+        first_latent_id=resolved.model.cfg.vocab_size if resolved.model.prefixes else None,
         replay_experts=recipe.sampler.record_experts and phase.algorithm.source == "sampler",
+        compare_samplers=isinstance(recipe.placement, Remote) and phase.algorithm.source == "sampler",
     )

@@ -13,8 +13,8 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,11 @@ from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK
 from rolljax.sampler.weights import DirectSink, Snapshot, WeightSink
-from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
+from rolljax.types import Completion, DrainedSampler, FinishReason, Sampled, SamplerGap, SamplingParams
 
 T = TypeVar("T")
+LoopCall = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+"""A call to be made in an event loop."""
 LINGER_S = 0.002
 """An idle scheduler waits this long for the next request before it starts with those it has."""
 HOLD_S = 5.0
@@ -55,7 +57,39 @@ class SamplerLimits:
     slots: int
     """Maximum number of sequences that are sampled at the same time."""
     vocab_size: int
-    """Number of token ids."""
+    """Number of token ids of prompts, those of latent prefixes included (`model.prefixes`)."""
+    takes_stop_texts: bool = True
+    """Whether requests may have stop texts, for which the sampler needs a vocabulary."""
+
+
+def check_request(
+    limits: SamplerLimits, prompt_ids: np.ndarray, params: SamplingParams, address: tuple[int, ...]
+) -> None:
+    """Check a request against the limits of its sampler.
+
+    Raises:
+      SamplerError: the prompt leaves no room in the context, or the request is malformed.
+    """
+    limit, vocab = limits.max_context, limits.vocab_size
+    problem = None
+    if not 0 < len(prompt_ids) < limit:
+        problem = f"a prompt of {len(prompt_ids)} tokens does not fit a context of {limit}"
+    elif np.min(prompt_ids) < 0 or np.max(prompt_ids) >= vocab:
+        problem = f"prompt ids must lie between 0 and {vocab - 1}"
+    elif len(params.stop_ids) > MAX_STOP_IDS:
+        problem = f"at most {MAX_STOP_IDS} stop ids"
+    elif len(address) > ADDRESS_LEN:
+        problem = f"an address has at most {ADDRESS_LEN} integers"
+    elif params.max_tokens < 1:
+        problem = f"max_tokens must be at least 1, not {params.max_tokens}"
+    elif not (params.temperature >= 0 and 0 < params.top_p <= 1 and 0 <= params.min_p <= 1 and params.top_k >= 0):
+        problem = f"temperature and top_k from 0, top_p in (0, 1], min_p in [0, 1], not {params}"
+    elif not 0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab):
+        problem = f"at most {MAX_TOP_LOGPROBS} top_logprobs"
+    elif params.stop and not limits.takes_stop_texts:
+        problem = "stop texts need a sampler with a vocabulary"
+    if problem:
+        raise SamplerError(problem)
 
 
 class SamplerClient(Protocol):
@@ -90,6 +124,18 @@ class SamplerClient(Protocol):
         """Return the current load."""
         ...
 
+    def faults(self) -> list[str]:
+        """Return a clause for each part of the sampler that is missing, hangs or is slow."""
+        return []
+
+    def drain_far(self, gaps: Mapping[str, SamplerGap]) -> list[DrainedSampler]:
+        """Give no more requests to the samplers that are further from the trainer than the others; return these.
+
+        Args:
+          gaps: by `Completion.sampler`, of a step.
+        """
+        return []
+
     def submit(
         self,
         prompt_ids: np.ndarray,
@@ -99,6 +145,7 @@ class SamplerClient(Protocol):
         priority: int = 0,
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
+        min_version: int = 0,
     ) -> Pending:
         """Start to sample a continuation of `prompt_ids [P]`; call it from the event loop that waits for the result.
 
@@ -107,6 +154,7 @@ class SamplerClient(Protocol):
           priority: lower is served first; equal ones in the order of their arrival.
           on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
           resume: tokens that an aborted request of the same prompt had sampled; sampling resumes after them.
+          min_version: policy version with which the request's group began; no older weights sample it.
 
         Raises:
           SamplerError: the prompt leaves no room in the context, the request is malformed, or the sampler has stopped.
@@ -122,9 +170,18 @@ class SamplerClient(Protocol):
         priority: int = 0,
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
+        min_version: int = 0,
     ) -> Completion:
         """Sample a continuation of `prompt_ids [P]`; cancelling the wait aborts the request. See `submit`."""
-        pending = self.submit(prompt_ids, params, address, priority=priority, on_tokens=on_tokens, resume=resume)
+        pending = self.submit(
+            prompt_ids,
+            params,
+            address,
+            priority=priority,
+            on_tokens=on_tokens,
+            resume=resume,
+            min_version=min_version,
+        )
         try:
             return await pending.completion
         except asyncio.CancelledError:
@@ -205,17 +262,17 @@ class Sampler(SamplerClient):
         worker: EngineWorker | None = None,
         sink: WeightSink | None = None,
     ) -> None:
-        self.engine = engine
-        self._can_stop_at_text = vocabulary is not None
+        self.engine, cfg = engine, engine.cfg
+        self._limits = SamplerLimits(cfg.max_context, cfg.slots, engine.model.num_ids, vocabulary is not None)
         self._worker = worker or EngineWorker(engine)
         if params is not None:
             self._worker.set_params(params)
         self._sink = sink or DirectSink(self._worker)
         self._scheduler = Scheduler(self._worker, version, vocabulary)
         if longest_prompt != 0:
-            self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
+            self._scheduler.warm_up(longest_prompt or cfg.max_context, multi_turn)
         self.inbox: Inbox[Callable[[], None] | None] = Inbox("the sampler's thread")
-        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._outbox: list[LoopCall] = []
         self._closing = threading.Lock()
         self._error: SamplerError | None = None
         self._until_awake: list[Callable[[], None]] = []
@@ -227,8 +284,7 @@ class Sampler(SamplerClient):
 
     @property
     def limits(self) -> SamplerLimits:
-        cfg = self.engine.cfg
-        return SamplerLimits(cfg.max_context, cfg.slots, self.engine.model.cfg.vocab_size)
+        return self._limits
 
     @property
     def version(self) -> int:
@@ -258,8 +314,9 @@ class Sampler(SamplerClient):
         priority: int = 0,
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
+        min_version: int = 0,
     ) -> Pending:
-        self._check(prompt_ids, params, address)
+        check_request(self._limits, prompt_ids, params, address)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -267,13 +324,13 @@ class Sampler(SamplerClient):
             now = time.perf_counter()
             started = request.started_s or now
             completion = Completion(
-                Sampled.concatenate(request.parts) if request.parts else _nothing(params.top_logprobs),
+                Sampled.concatenate(request.parts) if request.parts else no_tokens(params.top_logprobs),
                 reason,
                 queue_s=started - request.submitted_s,
                 sample_s=now - started,
                 cached_tok=request.cached_tok,
             )
-            self._post(loop, lambda: _settle(future, completion))
+            self._post(loop, lambda: settle(future, completion))
 
         request = Request(
             np.asarray(prompt_ids, np.int32),
@@ -282,9 +339,9 @@ class Sampler(SamplerClient):
             priority,
             deliver,
             on_tokens and (lambda part: self._post(loop, lambda: on_tokens(part))),
-            parts=[resume] if resume is not None and len(resume) else [],
+            parts=[resume] if resume else [],
             submitted_s=time.perf_counter(),
-            fail=lambda error: self._post(loop, lambda: _settle(future, error)),
+            fail=lambda error: self._post(loop, lambda: settle(future, error)),
         )
         self._send(lambda: self._scheduler.add(request))
         return Pending(future, lambda: self._abort(request))
@@ -294,16 +351,17 @@ class Sampler(SamplerClient):
             held = self._held = [] if self._held is None else self._held
 
         def release() -> None:
+            timer.cancel()
             with self._closing:
                 if self._held is held:
                     self._held = None
-                    self.inbox.put(lambda: _run_all(held))
+                    self.inbox.put(lambda: run_all(held))
 
-        asyncio.get_running_loop().call_later(HOLD_S, release)
+        timer = asyncio.get_running_loop().call_later(HOLD_S, release)
         return release
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
-        self._check(prompt_ids, SamplingParams(), ())
+        check_request(self._limits, prompt_ids, SamplingParams(), ())
         size = MIN_CHUNK
         while size < len(prompt_ids):
             size *= 2
@@ -338,28 +396,6 @@ class Sampler(SamplerClient):
     def close(self) -> None:
         self.inbox.put(None)
         self._thread.join(timeout=60)
-
-    def _check(self, prompt_ids: np.ndarray, params: SamplingParams, address: tuple[int, ...]) -> None:
-        limit, vocab = self.engine.cfg.max_context, self.engine.model.cfg.vocab_size
-        problem = None
-        if not 0 < len(prompt_ids) < limit:
-            problem = f"a prompt of {len(prompt_ids)} tokens does not fit a context of {limit}"
-        elif np.min(prompt_ids) < 0 or np.max(prompt_ids) >= vocab:
-            problem = f"prompt ids must lie between 0 and {vocab - 1}"
-        elif len(params.stop_ids) > MAX_STOP_IDS:
-            problem = f"at most {MAX_STOP_IDS} stop ids"
-        elif len(address) > ADDRESS_LEN:
-            problem = f"an address has at most {ADDRESS_LEN} integers"
-        elif params.max_tokens < 1:
-            problem = f"max_tokens must be at least 1, not {params.max_tokens}"
-        elif not (params.temperature >= 0 and 0 < params.top_p <= 1 and 0 <= params.min_p <= 1 and params.top_k >= 0):
-            problem = f"temperature and top_k from 0, top_p in (0, 1], min_p in [0, 1], not {params}"
-        elif not 0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab):
-            problem = f"at most {MAX_TOP_LOGPROBS} top_logprobs"
-        elif params.stop and not self._can_stop_at_text:
-            problem = "stop texts need a sampler with a vocabulary"
-        if problem:
-            raise SamplerError(problem)
 
     # ---- between the threads
 
@@ -405,7 +441,7 @@ class Sampler(SamplerClient):
                     result = self._error or call()
             except RolljaxError as e:  # it fails this call alone
                 result = e
-            self._post(loop, lambda: _settle(future, result))
+            self._post(loop, lambda: settle(future, result))
 
         self._send(run)
         return await future
@@ -421,13 +457,11 @@ class Sampler(SamplerClient):
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Schedule `call` on a loop from the scheduler's thread, together with the loop's other calls of this step."""
-        self._outbox.setdefault(loop, []).append(call)
+        self._outbox.append((loop, call))
 
     def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, {}
-        for loop, calls in outbox.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_run_all, calls)
+        outbox, self._outbox = self._outbox, []
+        deliver(outbox)
 
     def _run(self) -> None:
         error = SamplerError("the sampler was closed")
@@ -442,7 +476,7 @@ class Sampler(SamplerClient):
         with self._closing:
             self._error = error
             held, self._held = self._held or [], None
-        _run_all(held)
+        run_all(held)
         while self.inbox:
             if item := self.inbox.take():
                 item()
@@ -469,12 +503,25 @@ class Sampler(SamplerClient):
         return True
 
 
-def _run_all(calls: list[Callable[[], None]]) -> None:
+def run_all(calls: list[Callable[[], None]]) -> None:
+    """Make all calls, in order."""
     for call in calls:
         call()
 
 
-def _settle(future: asyncio.Future, result: object) -> None:
+def deliver(calls: Iterable[LoopCall]) -> None:
+    """Make calls in their event loops, from any thread: those of each loop together and in order. A closed loop is left
+    out."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for loop, call in calls:
+        by_loop.setdefault(loop, []).append(call)
+    for loop, own in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(run_all, own)
+
+
+def settle(future: asyncio.Future[Any] | concurrent.futures.Future[Any], result: object) -> None:
+    """Set the result or error of a future, unless it has one."""
     if future.done():
         return
     if isinstance(result, Exception):
@@ -483,7 +530,8 @@ def _settle(future: asyncio.Future, result: object) -> None:
         future.set_result(result)
 
 
-def _nothing(top: int) -> Sampled:
+def no_tokens(top: int) -> Sampled:
+    """Return an answer of no tokens, with `top` likely tokens each."""
     none = np.zeros(0, np.float32)
     ids, logp = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
     return Sampled(none.astype(np.int32), none, none, none.astype(np.int32), ids, logp, logp, ids[..., None])

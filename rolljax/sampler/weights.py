@@ -23,6 +23,10 @@ class Snapshot:
     """The weights; None: the sampler shares the trainer's devices and reads the trainer's own."""
     checksums: Params | None = None
     """`trainer.publish.checksums` of the weights as they were sent; None: they are not compared."""
+    location: str = ""
+    """Address of the store from which samplers of other processes fetch the weights."""
+    epoch: int = 0
+    """Number of the start of the trainer's controller; with the version it names the snapshot in its store."""
 
 
 class WeightSink(Protocol):

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server in front of the sampler."""
+"""An server with OpenAI's and Anthropic's APIs in front of the sampler."""

@@ -1,4 +1,4 @@
-"""Wraps the server's endpoints: keys, counting, hang-ups, and errors in OpenAI's shape."""
+"""Wraps the server's endpoints: keys, counting, hang-ups, and errors in the shape of each API."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
-from rolljax.serving.responses import Generation, Json, dump
+from rolljax.serving.apis import APIS
+from rolljax.serving.generation import Generation, Json, dump
+from rolljax.serving.messages import COUNT_PATH, error_json
+from rolljax.serving.messages import PATH as MESSAGES_PATH
 from rolljax.serving.schema import ApiError
 
 if TYPE_CHECKING:
     from rolljax.serving.server import Service
 
 T = TypeVar("T")
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = tuple(api.path for api in APIS)
 OPEN_TO_ALL = ("/health", "/ready")
-PATHS = (*GENERATING, "/v1/models", *OPEN_TO_ALL, "/metrics")
+PATHS = (*GENERATING, COUNT_PATH, "/v1/models", *OPEN_TO_ALL, "/metrics")
 
 
 class HungUp(Exception):
@@ -56,7 +59,7 @@ class AccessMiddleware:
         refusal = self._refusal(scope, path, generating)
         try:
             if refusal is not None:
-                await error_response(refusal)(scope, receive, counted)
+                await error_response(refusal, path)(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         finally:
@@ -75,8 +78,9 @@ class AccessMiddleware:
         keys, sessions = self._service.limits.keys, self._service.sessions
         if not keys and sessions is None:
             return None
-        kind, _, credentials = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        key = credentials.strip() if kind.lower() == b"bearer" else b""
+        headers = dict(scope["headers"])
+        kind, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+        key = credentials.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         fits = [hmac.compare_digest(key, k.encode()) for k in keys]
         if any(fits):
             return None
@@ -139,32 +143,33 @@ def json_response(value: Json, status: int = 200, headers: dict[str, str] | None
     return Response(dump(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return an error in the form of OpenAI's API."""
-    return json_response(error.json(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """Return an error in the form of the path's API: Anthropic's, or OpenAI's."""
+    form = error_json(error) if path in (MESSAGES_PATH, COUNT_PATH) else error.json()
+    return json_response(form, error.status, error.headers)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer unknown routes and methods with an error in OpenAI's form."""
+    """Answer unknown routes and methods with an error."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     message = {404: f"{what}: no such route; there are {', '.join(PATHS)}", 405: f"{what}: use another method"}
-    return error_response(
-        ApiError(error.status_code, message.get(error.status_code, error.detail), headers=error.headers)
-    )
+    refusal = ApiError(error.status_code, message.get(error.status_code, error.detail), headers=error.headers)
+    return error_response(refusal, request.url.path)
 
 
 async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # which no client reads: it is for the metrics
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))
+async def _internal_error(request: Request, error: Exception) -> Response:
+    failure = ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+    return error_response(failure, request.url.path)
 
 
 EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {

@@ -1,281 +1,289 @@
-"""The answers of one HTTP request: its requests to the sampler, and the JSON or events of the response."""
+"""OpenAI's Responses: requests as conversations in the form of chat completions, and answers as items.
+
+Nothing is stored: a request holds its whole conversation.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import json
-import os
-import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
-from rolljax.errors import SamplerError
-from rolljax.model.vocabulary import TextStream
-from rolljax.sampler.client import Pending
-from rolljax.serving.schema import ApiError, Job
-from rolljax.serving.text import CompletionLogprobs, chat_logprobs
+from rolljax.serving.generation import Choice, Encoder, Json, arguments_text
+from rolljax.serving.messages import named_event
+from rolljax.serving.requests import (
+    Prompts,
+    call_of,
+    check_chat,
+    conversation_ids,
+    conversation_job,
+    is_text,
+    text_of,
+    tool_of,
+)
+from rolljax.serving.schema import INT64, ApiError, Conversation, Job, SamplingBody, ServedModel, check_body, refuse
 from rolljax.types import Completion, Sampled
 
-if TYPE_CHECKING:
-    from rolljax.serving.server import Service
+ROLES = ("system", "developer", "user", "assistant")
+PARTS = ("input_text", "output_text", "text")
+"""Types of text parts."""
+FIELDS = {
+    "message": {"type", "id", "status", "role", "content", "phase"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "id", "status", "call_id", "output"},
+    "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
+}
+"""Fields of the items that are read."""
 
-Json = dict[str, Any]
-NOTHING = Sampled.of(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+class TextFormat(BaseModel):
+    """The form of answers."""
+
+    type: Literal["text"]
 
 
-class Generation:
-    """The sampler requests of one HTTP request: an answer for each prompt and sibling.
+class TextOptions(BaseModel):
+    """`text` of a request; the verbosity has no effect."""
 
-    Raises:
-      ApiError: the sampler refuses the request, or has stopped.
-    """
+    model_config = ConfigDict(extra="forbid")
+    format: TextFormat | None = None
+    verbosity: str | None = None
 
-    def __init__(self, service: Service, job: Job, started_s: float) -> None:
-        self.service, self.job = service, job
-        self._started_s = started_s
-        self._submitted_s = time.perf_counter()
-        self._id = f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._events: asyncio.Queue[tuple[int, Sampled | None]] = asyncio.Queue()
-        self._pending: list[Pending] = []
-        self._choices = [Choice(service, job, i) for i in range(len(job.prompts) * job.n)]
-        service.generations.add(self)
-        try:
-            self._submit()
-        except SamplerError as e:
-            self.close()
-            raise self._failed(e) from e
 
-    def _submit(self) -> None:
-        if not self.job.params.max_tokens:
-            for i in range(len(self._choices)):
-                self._events.put_nowait((i, None))
-            return
-        seeded = self.job.seed is not None
-        seed = self.job.seed % 2**62 if self.job.seed is not None else int.from_bytes(os.urandom(7), "big")
-        for i in range(len(self._choices)):
-            pending = self.service.sampler.submit(
-                self.job.prompts[i // self.job.n].ids,
-                self.job.params,
-                self.job.address or (int(seeded), seed >> 31, seed & (2**31 - 1), i),
-                priority=self.job.priority,
-                on_tokens=functools.partial(self._on_tokens, i) if self.job.stream else None,
-            )
-            self._pending.append(pending)
-            pending.completion.add_done_callback(functools.partial(self._on_done, i))
+class ResponsesBody(SamplingBody):
+    """The body of `/v1/responses`."""
 
-    def _on_tokens(self, i: int, sampled: Sampled) -> None:
-        self._events.put_nowait((i, sampled))
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_options", "prompt_cache_retention", "user", "reasoning", "stream_options", "client_metadata",
+        }
+    )  # fmt: skip
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "max_tool_calls": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=INT64)
+    previous_response_id: Any = None
+    text: TextOptions | None = None
 
-    def _on_done(self, i: int, completion: asyncio.Future[Completion]) -> None:
-        completion.exception()  # marks an error as seen, in case this answer is not awaited any more
-        if self.job.call is not None:
-            self.job.call.sampled()
-        self._events.put_nowait((i, None))
 
-    def abort(self) -> None:
-        """Cancel running requests; tokens sampled so far are delivered."""
-        for pending in self._pending:
-            if not pending.completion.done():
-                pending.abort()
+def read_responses(raw: dict[str, Any], served: ServedModel, prompt_ids: Prompts = conversation_ids) -> Job:
+    """Return the job of a `/v1/responses` body."""
+    body = check_body(ResponsesBody, raw)
+    if body.previous_response_id is not None:
+        raise refuse("previous_response_id", "nothing is stored here; send the whole conversation as input")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise refuse("tool_choice", "only 'auto' and 'none' are supported", body.tool_choice)
+    check_chat(body.input if isinstance(body.input, list) else (), served, "input")
+    conversation = _conversation(body)
+    repeated = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {"type": "function", "strict": bool(tool.get("strict"))} | tool_of("", tool, "parameters")["function"]
+            for tool in body.tools or []
+        ],
+        "top_p": body.top_p,
+    }
+    return conversation_job(
+        body, served, conversation, prompt_ids, body.max_output_tokens, where="input", repeated=repeated
+    )
 
-    def close(self) -> None:
-        """Release everything; must be called at the end, also after an error."""
-        self.service.generations.discard(self)
-        self.abort()
-        if self.job.call is not None:
-            self.job.call.close()
 
-    # ---- the two forms of an answer
+# ---- requests
 
-    async def body(self) -> Json:
-        """Return the answer as one JSON body."""
-        job = self.job
-        prompt_logp = await self._prompt_logp()
-        done = [await self._completion(i) for i in range(len(self._choices))]
-        entries = []
-        for i, (choice, completion) in enumerate(zip(self._choices, done, strict=True)):
-            head = choice.head(prompt_logp[i // job.n]) if job.echo else {}
-            fields = choice.fields(completion.sampled, last=True)
-            entry = _joined(head, fields) | {"index": i, "finish_reason": choice.reason(completion)}
-            if job.chat:
-                entry["message"] = {"role": "assistant", "content": entry.pop("text"), "refusal": None}
-            elif job.return_token_ids:
-                entry["prompt_token_ids"] = choice.prompt.ids.tolist()
-            entries.append(entry)
-        self._record(done)
-        reply = self._envelope(entries) | {"usage": self._usage(done)}
-        if job.chat and job.return_token_ids:
-            reply["prompt_token_ids"] = job.prompts[0].ids.tolist()
-        return reply
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Return the answer as server-sent events, several at once when they are ready."""
-        job, done = self.job, dict[int, Completion]()
-        chunks: list[Json] = []
-        try:
-            prompt_logp = await self._prompt_logp()
-            chunks = [self._first(choice, prompt_logp[i // job.n]) for i, choice in enumerate(self._choices)]
-            while len(done) < len(self._choices):
-                if chunks and self._events.empty():
-                    yield b"".join(map(_event, chunks))
-                    chunks = []
-                i, sampled = await self._events.get()
-                if sampled is None:
-                    done[i] = await self._completion(i)
-                chunks += self._chunks(i, sampled, done.get(i))
-            self._record([done[i] for i in sorted(done)])
-            if job.include_usage:
-                usage = self._usage([done[i] for i in sorted(done)])
-                chunks.append(self._envelope([], ".chunk") | {"usage": usage})
-        except ApiError as e:
-            chunks.append(e.json())
-        yield b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
-
-    def _first(self, choice: Choice, prompt_logp: np.ndarray | None) -> Json:
-        """Return the chunk that opens an answer: its role, the echoed prompt, the prompt's ids."""
-        job = self.job
-        entry: Json = {"index": choice.index, "finish_reason": None}
-        if job.chat:
-            entry |= {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+def _conversation(body: ResponsesBody) -> Conversation:
+    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    answering = False
+    for i, item in enumerate(items):
+        message = _message(f"input[{i}]", item)
+        if message["role"] == "assistant" and answering:
+            _join(messages[-1], message)
         else:
-            entry |= choice.head(prompt_logp) if job.echo else {"text": "", "logprobs": None}
-        chunk = self._envelope([entry], ".chunk")
-        if job.return_token_ids:
-            (chunk if job.chat else entry)["prompt_token_ids"] = choice.prompt.ids.tolist()
-        return chunk
+            messages.append(message)
+        answering = message["role"] == "assistant"
+    if not items:
+        raise refuse("input", "is empty")
+    tools = []
+    for i, tool in enumerate(body.tools or []):
+        if tool.get("type") != "function":
+            raise refuse(f"tools[{i}].type", "only 'function' is supported", tool.get("type"))
+        tools.append(tool_of(f"tools[{i}]", tool, "parameters"))
+    return Conversation(messages, [] if body.tool_choice == "none" else tools, {})
 
-    def _chunks(self, i: int, sampled: Sampled | None, done: Completion | None) -> list[Json]:
-        """Return the event for new tokens, or for the end of an answer."""
-        job, choice = self.job, self._choices[i]
-        fields = choice.fields(NOTHING if sampled is None else sampled, last=sampled is None)
-        if sampled is not None and not fields["text"] and job.alternatives is None and not job.return_token_ids:
+
+def _join(answer: Json, more: Json) -> None:
+    """Add an item of an answer to the items before it: they are one message."""
+    answer["content"] = "\n".join(text for text in (answer["content"], more["content"]) if text)
+    if calls := [*answer.get("tool_calls", ()), *more.get("tool_calls", ())]:
+        answer["tool_calls"] = calls
+    if thoughts := [m["reasoning_content"] for m in (answer, more) if "reasoning_content" in m]:
+        answer["reasoning_content"] = "\n".join(thoughts)
+
+
+def _message(where: str, item: dict[str, Any]) -> Json:
+    """Return an item in the form of chat completions."""
+    kind = item.get("type", "message")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise refuse(f"{where}.type", f"must be one of {', '.join(FIELDS)}", kind)
+    if unknown := [n for n, value in item.items() if n not in FIELDS[kind] and value is not None]:
+        raise refuse(f"{where}.{min(unknown)}", "is not supported; leave it out", item[min(unknown)])
+    if kind == "reasoning":
+        return _reasoning(where, item)
+    if kind == "message":
+        role = item.get("role")
+        if role not in ROLES:
+            raise refuse(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
+        content = text_of(f"{where}.content", item.get("content"), PARTS)
+        return {"role": "system" if role == "developer" else role, "content": content}
+    if not is_text(item.get("call_id")):
+        raise refuse(f"{where}.call_id", "must be the id of a call", item.get("call_id"))
+    if kind == "function_call_output":
+        output = text_of(f"{where}.output", item.get("output"), PARTS)
+        return {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
+    if not is_text(item.get("name")) or not is_text(item.get("arguments")):
+        raise refuse(where, 'must have "name" and "arguments", both texts', item)
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = call_of(where, {"id": item["call_id"], "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _reasoning(where: str, item: dict[str, Any]) -> Json:
+    content = item.get("content") or item.get("summary") or []
+    text = text_of(f"{where}.content", content, ("reasoning_text", "summary_text"))
+    return {"role": "assistant", "content": ""} | ({"reasoning_content": text} if text else {})
+
+
+# ---- answers
+
+
+class ResponsesEncoder(Encoder):
+    """The form of `/v1/responses`: a message, unless there are only calls, and an item for each call."""
+
+    prefix = "resp_"
+    _open = False
+    """Whether the start of the message was sent."""
+    _events = 0
+
+    def body(self, done: Sequence[Completion]) -> Json:
+        (completion,) = done
+        return self._complete(completion)
+
+    def first(self) -> list[bytes]:
+        response = self._response("in_progress", [], None)
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def more(self, choice: Choice, sampled: Sampled, text: str) -> list[bytes]:
+        return [*self._begin(), self._in_part("output_text.delta", delta=text, logprobs=[])] if text else []
+
+    def end(self, choice: Choice, completion: Completion, text: str) -> list[bytes]:
+        response = self._complete(completion)
+        message = [item for item in response["output"] if item["type"] == "message"]
+        events = self.more(choice, completion.sampled, text) or (self._begin() if message else [])
+        if message:
+            (part,) = message[0]["content"]
+            events.append(self._in_part("output_text.done", text=part["text"], logprobs=[]))
+            events.append(self._in_part("content_part.done", part=part))
+            events.append(self._event("response.output_item.done", output_index=0, item=message[0]))
+        for index, item in enumerate(response["output"][len(message) :], len(message)):
+            at = {"output_index": index, "item_id": item["id"]}
+            started = item | {"arguments": "", "status": "in_progress"}
+            arguments = {"arguments": item["arguments"]}
+            events += [
+                self._event("response.output_item.added", output_index=index, item=started),
+                self._event("response.function_call_arguments.delta", delta=item["arguments"], **at),
+                self._event("response.function_call_arguments.done", name=item["name"], **arguments, **at),
+                self._event("response.output_item.done", output_index=index, item=item),
+            ]
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        response = self._response("failed", [], None) | {"error": {"code": "server_error", "message": error.message}}
+        return [self._event("response.failed", response=response)]
+
+    def _begin(self) -> list[bytes]:
+        """Return the events that start the message, unless they were sent."""
+        if self._open:
             return []
-        entry = fields | {"index": i, "finish_reason": None}
-        if sampled is None and done is not None:
-            entry["finish_reason"] = choice.reason(done)
-        if job.chat:
-            text = entry.pop("text")
-            entry["delta"] = {"content": text} if text else {}
-        return [self._envelope([entry], ".chunk")]
+        self._open = True
+        item = self._message("in_progress", [])
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return [added, self._in_part("content_part.added", part=part)]
 
-    # ---- parts of both
+    def _complete(self, completion: Completion) -> Json:
+        (choice,) = self.choices
+        status = "incomplete" if choice.reason(completion) == "length" else "completed"
+        calls = [_item(call) for call in choice.tool_calls]
+        part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}
+        message = [self._message(status, [part])] if choice.content or not calls else []
+        return self._response(status, [*message, *calls], completion)
 
-    def _record(self, done: Sequence[Completion]) -> None:
-        """Put the answer of a session's call on record, before its program can see the end of it."""
-        if self.job.call is not None:
-            self.job.call.answered(done[0], self._choices[0].text)
+    def _message(self, status: str, parts: list[Json]) -> Json:
+        return {"id": f"msg_{self.id}", "type": "message", "status": status, "role": "assistant", "content": parts}
 
-    async def _completion(self, i: int) -> Completion:
-        if not self.job.params.max_tokens:
-            return Completion(NOTHING, "length")
-        try:
-            await asyncio.wait([self._pending[i].completion])  # which, unlike awaiting it, never cancels it
-            completion = self._pending[i].completion.result()
-        except SamplerError as e:
-            raise self._failed(e) from e
-        if completion.finish_reason == "abort":
-            reason = self.service.unavailable() or "its session has ended"
-            raise ApiError(503, f"the answer was given up: {reason}", code="unavailable")
-        self.service.metrics.answered(self._submitted_s - self._started_s, completion)
-        return completion
-
-    async def _prompt_logp(self) -> list[np.ndarray | None]:
-        """Return log-probs of every prompt, where they are echoed."""
-        job = self.job
-        if not job.echo or job.alternatives is None:
-            return [None] * len(job.prompts)
-        try:
-            return list(await asyncio.gather(*(self.service.sampler.score(p.ids) for p in job.prompts)))
-        except SamplerError as e:
-            raise self._failed(e) from e
-
-    def _failed(self, error: SamplerError) -> ApiError:
-        if reason := self.service.unavailable():
-            return ApiError(503, reason, code="unavailable")
-        return ApiError(400, str(error))
-
-    def _envelope(self, entries: list[Json], suffix: str = "") -> Json:
-        chat = self.job.chat
-        envelope: Json = {
-            "id": self._id,
-            "object": f"chat.completion{suffix}" if chat else "text_completion",
-            "created": self._created,
-            "model": self.service.served.name,
-            "system_fingerprint": f"policy-{self.service.sampler.version}",
-            "choices": entries,
-        }
-        return envelope | {"usage": None} if suffix and self.job.include_usage else envelope
-
-    def _usage(self, done: Sequence[Completion]) -> Json:
-        n = self.job.n
-        prompt = sum(len(p.ids) for p in self.job.prompts)
-        sampled = sum(len(c.tokens) for c in done)
-        cached = sum(min(c.cached_tok for c in done[i : i + n]) for i in range(0, len(done), n))
+    def _response(self, status: str, items: list[Json], completion: Completion | None) -> Json:
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_s,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "metadata": {},
+            "model": self.service.served.name,
+            "output": items,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": None if completion is None else self._usage(completion),
+            **self.job.repeated,
         }
 
+    def _usage(self, completion: Completion) -> Json:
+        prompt, sampled, cached = self.counts([completion])
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        }
 
-class Choice:
-    """One of OpenAI's choices, built as its tokens come.
+    def _in_part(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the text of the message."""
+        return self._event(f"response.{kind}", item_id=f"msg_{self.id}", output_index=0, content_index=0, **fields)
 
-    index: of the choice in its response.
-    """
-
-    def __init__(self, service: Service, job: Job, index: int) -> None:
-        self._job, self._vocabulary = job, service.served.vocabulary
-        self.index, self.prompt = index, job.prompts[index // job.n]
-        self._text = TextStream(self._vocabulary.decoder(self.prompt.ids), job.params.stop)
-        self._logprobs = CompletionLogprobs(self._vocabulary, self.prompt.ids)
-
-    def head(self, prompt_logp: np.ndarray | None) -> Json:
-        """Return the echoed prompt."""
-        entries = None if prompt_logp is None else self._logprobs.prompt(prompt_logp, self.prompt.text)
-        return {"text": self.prompt.text, "logprobs": entries}
-
-    def fields(self, sampled: Sampled, *, last: bool) -> Json:
-        """Return text, log-probs and ids of further tokens."""
-        job = self._job
-        fields: Json = {"text": self._text.add(sampled.tokens.tolist(), last=last), "logprobs": None}
-        if job.alternatives is not None and job.chat:
-            fields["logprobs"] = chat_logprobs(self._vocabulary, sampled, job.raw_logprobs)
-        elif job.alternatives is not None:
-            fields["logprobs"] = self._logprobs.sampled(sampled, job.raw_logprobs)
-        if job.return_token_ids:
-            fields |= {"token_ids": sampled.tokens.tolist(), "versions": sampled.versions.tolist()}
-        return fields
-
-    @property
-    def text(self) -> str:
-        """The whole text that `fields` has returned."""
-        return self._text.shown
-
-    def reason(self, completion: Completion) -> str:
-        return "stop" if self._text.stopped or completion.finish_reason == "stop" else "length"
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._events += 1
+        return named_event({"type": kind, "sequence_number": self._events - 1} | fields)
 
 
-def _joined(head: Json, tail: Json) -> Json:
-    """Join an echoed prompt and its answer into one choice."""
-    if not head:
-        return tail
-    logprobs = tail["logprobs"]
-    if logprobs is not None:
-        logprobs = {name: [*head["logprobs"][name], *entries] for name, entries in logprobs.items()}
-    return tail | {"text": head["text"] + tail["text"], "logprobs": logprobs}
-
-
-def _event(chunk: Json) -> bytes:
-    return b"data: " + dump(chunk) + b"\n\n"
-
-
-def dump(value: Json) -> bytes:
-    """Serialize a value as JSON bytes; arrays keep every digit."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def _item(call: Json) -> Json:
+    return {
+        "id": f"fc_{call['id']}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": arguments_text(call),
+    }

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI requests as fields, checked one by one.
+"""Bodies of requests as fields, checked one by one.
 
-    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (serving.requests)
+    bytes -> JSON (strict) -> a body of one API (pydantic) -> Job (serving.requests)
 
 Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that do not affect the
 answer are accepted; fields whose meaning is not implemented are refused unless they hold their neutral value, and so
@@ -15,14 +15,17 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rolljax import reading
+from rolljax.envs.tools.base import ToolSpec
+from rolljax.envs.tools.parsers import Parser
 from rolljax.model.tokenizer import Chat
 from rolljax.model.vocabulary import Vocabulary
+from rolljax.serving.tool_calls import parser_of
 from rolljax.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,10 +35,11 @@ MAX_DEPTH = 64
 MAX_STOP_CHARS = 256
 INT64 = 2**63
 
-IGNORED = {
+IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "request_id",
-}  # fmt: skip
+})  # fmt: skip
+"""Fields of OpenAI's older APIs that do not affect the answer."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "logit_bias": ({},),
@@ -60,7 +64,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields that are not implemented, and the values with which they mean nothing (null is always one)."""
+"""Fields of OpenAI's older APIs that are not implemented, and the values with which they mean nothing (null is always
+one)."""
 
 
 class ApiError(Exception):
@@ -107,6 +112,11 @@ class ServedModel:
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary if self.chat is not None else Vocabulary(self.tokenizer)
 
+    @functools.cached_property
+    def tool_parser(self) -> Parser | None:
+        """The parser of the calls that the model writes; None: they stay text."""
+        return None if self.chat is None else parser_of(self.chat)
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, unless a request sets `ignore_eos`."""
@@ -132,38 +142,50 @@ class Conversation:
     tools: list[dict[str, Any]]
     options: dict[str, Any]
 
+    @property
+    def tool_specs(self) -> list[ToolSpec]:
+        """Return the tools as parsers of calls take them."""
+        functions = [tool["function"] for tool in self.tools]
+        return [ToolSpec(f["name"], input_schema=f.get("parameters") or {}) for f in functions]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """One HTTP request as the sampler understands it."""
 
-    chat: bool
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
-    n: int
     seed: int | None
     """None: a random one."""
     priority: int
-    alternatives: int | None
-    """Likely tokens reported next to each sampled one; None: no log-probs at all."""
-    raw_logprobs: bool
-    """Whether to report log-probs of the model's own distribution instead of the distribution sampled from."""
-    echo: bool
-    return_token_ids: bool
     stream: bool
-    include_usage: bool
+    n: int = 1
+    alternatives: int | None = None
+    """Likely tokens reported next to each sampled one; None: no log-probs at all."""
+    raw_logprobs: bool = False
+    """Whether to report log-probs of the model's own distribution instead of the distribution sampled from."""
+    echo: bool = False
+    return_token_ids: bool = False
+    include_usage: bool = False
+    repeated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the request that the answer repeats."""
+    tool_parser: Parser | None = None
+    """The parser of calls in the answers; None: the request has no tools, or calls stay text."""
     conversation: Conversation | None = None
     """Conversation of a chat request. In a session, `overridden` lists the fields that have no effect, `call` is the
     record, and `address` is the address of the randomness (otherwise it follows from the seed)."""
     overridden: tuple[str, ...] = ()
     call: Call | None = None
     address: tuple[int, ...] | None = None
+    min_version: int = 0
+    """Policy version with which the session's group began; no older weights sample the answer."""
 
 
 # ---- the fields
 
 
-def _stops(value: Any) -> Any:
+def stop_texts(value: Any) -> Any:
+    """Return stop texts as a tuple."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops):
         raise ValueError(f"must be a text of 1 to {MAX_STOP_CHARS} characters, or a list of up to 4 of them")
@@ -182,26 +204,39 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class Body(BaseModel):
-    """Fields that completions and chat share. None means the default."""
+class AnyBody(BaseModel):
+    """Fields of every request for tokens. None means the default."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    """Further fields that do not affect the answer. neutral: see `NEUTRAL`."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     model: str | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    stream: bool | None = None
+
+
+class SamplingBody(AnyBody):
+    """Fields of a request that hold sampling settings."""
+
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+
+class Body(SamplingBody):
+    """Fields that completions, chat and token ids share."""
+
     max_tokens: int | None = Field(None, ge=0, lt=INT64)
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = None
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(stop_texts)] = ()
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -279,29 +314,31 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=AnyBody)
 
 
-def check_body(kind: type[B], raw: dict[str, Any]) -> B:
-    """Validate the body and return its fields.
+def check_body(kind: type[B], raw: dict[str, Any], where: str = "") -> B:
+    """Validate the body, or the object `where` of it, and return its fields.
 
     Raises:
-      ApiError: a field is missing, malformed, unknown, or not implemented and not at its neutral value (`NEUTRAL`).
+      ApiError: a field is missing, malformed, unknown, or not implemented and not at its neutral value.
     """
     try:
         body = kind.model_validate(raw)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-        path = _path(first["loc"])
+        path = _path((where, *first["loc"]))
         if first["type"] == "missing":
             raise refuse(path, "is missing") from None
         raise refuse(path, first["msg"].removeprefix("Value error, "), first["input"]) from None
     for name, value in (body.model_extra or {}).items():
-        if value is None or name in IGNORED:
+        if value is None or name in kind.ignored:
             continue
-        if name not in NEUTRAL:
-            near = difflib.get_close_matches(name, [*kind.model_fields, *NEUTRAL, *IGNORED], 1)
-            raise refuse(name, "is not a known field" + (f"; did you mean {near[0]}?" if near else "; leave it out"))
-        if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL[name]):
-            raise refuse(name, "is not supported; leave it out", value)
+        if name not in kind.neutral:
+            known = [field.alias or own for own, field in kind.model_fields.items()]
+            near = difflib.get_close_matches(name, [*known, *kind.neutral, *kind.ignored], 1)
+            remedy = f"; did you mean {near[0]}?" if near else "; leave it out"
+            raise refuse(_path((where, name)), "is not a known field" + remedy)
+        if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in kind.neutral[name]):
+            raise refuse(_path((where, name)), "is not supported; leave it out", value)
     return body

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible HTTP server over the in-process sampler, as an ASGI application.
+"""An HTTP server over the in-process sampler, which speaks OpenAI's and Anthropic's APIs, as an ASGI application.
 
-    http_server (connections) -> middleware (keys, counts) -> server -> schema (fields) -> requests (Job)
-        -> responses (Sampler) -> JSON or server-sent events
+    http_server (connections) -> middleware (keys, counts) -> server -> reader of an API (Job)
+        -> generation (Sampler) -> encoder of the API -> JSON or server-sent events
 
 Every request is watched while it is answered: when its client hangs up, its work in the sampler is aborted.
 """
@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -23,11 +24,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from rolljax.sampler.client import SamplerClient
+from rolljax.serving.apis import APIS, CHAT, COMPLETIONS, Api
+from rolljax.serving.generation import Generation, Json, dump
 from rolljax.serving.http_server import Bounds, make_server
+from rolljax.serving.messages import COUNT_PATH, read_count
 from rolljax.serving.metrics import ServerMetrics
 from rolljax.serving.middleware import EXCEPTION_HANDLERS, AccessMiddleware, EventStream, json_response, until_hangup
-from rolljax.serving.requests import read_chat, read_completion
-from rolljax.serving.responses import Generation, Json, dump
+from rolljax.serving.requests import Reader, conversation_ids
 from rolljax.serving.schema import ApiError, Job, ServedModel, parse_json, short
 from rolljax.serving.session import Session, Sessions
 
@@ -92,8 +95,8 @@ class Service:
         self.app: ASGIApp = AccessMiddleware(
             Starlette(
                 routes=[
-                    Route("/v1/completions", self.completions, methods=["POST"]),
-                    Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                    *(Route(a.path, functools.partial(self._answer, api=a), methods=["POST"]) for a in APIS),
+                    Route(COUNT_PATH, self.count_tokens, methods=["POST"]),
                     Route("/v1/models", self.models),
                     Route("/v1/models/{name:path}", self.one_model),
                     Route("/health", self.health),
@@ -115,11 +118,10 @@ class Service:
 
     # ---- endpoints
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
+    async def count_tokens(self, request: Request) -> Response:
+        async with self._received(request) as body:
+            job = await self._read(body, read_count, request.scope.get("rolljax_session"))
+        return json_response({"input_tokens": len(job.prompts[0].ids)})
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -177,15 +179,16 @@ class Service:
 
     async def _answer_own_requests(self) -> None:
         """Send warm-up requests to this server, so that the first client's request is answered at full speed."""
-        ours: list[tuple[bool, Json]] = [
-            (False, {"prompt": "x"}),
-            (True, {"messages": [{"role": "user", "content": "x"}]}),
+        ours: list[tuple[Api, Json]] = [
+            (COMPLETIONS, {"prompt": "x"}),
+            (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
         ]
-        for chat, body in ours[: 1 + (self.served.chat is not None)] * WARM_UP_ROUNDS:
+        for api, body in ours[: 1 + (self.served.chat is not None)] * WARM_UP_ROUNDS:
             with contextlib.suppress(ApiError):  # a template may refuse it
-                job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
+                job = await self._read(dump(body | {"max_tokens": 9}), api.read, None)
                 for stream in (False, True):
-                    generation = Generation(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    ours_s = time.perf_counter()
+                    generation = Generation(self, dataclasses.replace(job, stream=stream), api.encoder, ours_s)
                     with contextlib.closing(generation):
                         if stream:
                             async for _ in generation.events():
@@ -204,13 +207,13 @@ class Service:
 
     # ---- one request for tokens
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, *, api: Api) -> Response:
         started_s = time.perf_counter()
         session: Session | None = request.scope.get("rolljax_session")
         async with self._received(request) as body:
             self._admit(request.scope)
-            job = await self._read(body, chat, session)
-        generation = Generation(self, job if session is None else session.begin(job), started_s)
+            job = await self._read(body, api.read, session)
+        generation = Generation(self, job if session is None else session.begin(job), api.encoder, started_s)
         if job.stream:
             return EventStream(generation)
         try:
@@ -238,12 +241,12 @@ class Service:
             return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
         return None
 
-    async def _read(self, body: bytes, chat: bool, session: Session | None) -> Job:
+    async def _read(self, body: bytes, read_body: Reader, session: Session | None) -> Job:
         def read() -> Job:
             raw = parse_json(body)
             if session is not None:
-                return session.read(raw, chat, self.served)
-            return read_chat(raw, self.served) if chat else read_completion(raw, self.served)
+                return session.read(raw, read_body, self.served)
+            return read_body(raw, self.served, conversation_ids)
 
         if len(body) <= SMALL_BODY:
             return read()

@@ -20,7 +20,7 @@ import numpy as np
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat
 from rolljax.sampler.arrays import MAX_STOP_IDS
-from rolljax.serving.requests import conversation_ids, read_chat, read_completion
+from rolljax.serving.requests import Reader, conversation_ids
 from rolljax.serving.schema import ApiError, Conversation, Job, ServedModel, refuse
 from rolljax.types import Completion, SamplingParams
 
@@ -42,14 +42,16 @@ class SessionRules:
     """Calls that are answered."""
     max_restarts: int
     """Maximum number of conversations that may start without continuing another one."""
+    min_version: int = 0
+    """Policy version with which the session's group began."""
 
 
 class Call:
     """One call, from its arrival until it is answered.
 
     index: its number in the session. prompt_ids `[P]`. before: the call whose stream the prompt continues.
-    overridden: fields of the request that had no effect. completion, text: its answer, and the text sent to the
-    program; None and empty until then.
+    overridden: fields of the request that had no effect. completion, text, message: its answer, what the model wrote,
+    and the message that the program gets; None and empty until then.
     """
 
     def __init__(self, session: Session, index: int, job: Job, before: Call | None) -> None:
@@ -57,6 +59,7 @@ class Call:
         self.prompt_ids, self.conversation, self.overridden = job.prompts[0].ids, job.conversation, job.overridden
         self.completion: Completion | None = None
         self.text = ""
+        self.message: dict[str, Any] = {}
         self._sampling = True
 
     @property
@@ -76,9 +79,9 @@ class Call:
             self._sampling = False
             self.session._sampling(-1)
 
-    def answered(self, completion: Completion, text: str) -> None:
-        """Record the answer; the program is about to receive `text`."""
-        self.completion, self.text = completion, text
+    def answered(self, completion: Completion, text: str, message: dict[str, Any]) -> None:
+        """Record the answer: what the model wrote, and the message that the program is about to receive."""
+        self.completion, self.text, self.message = completion, text, message
         self.session._answered()
 
     def close(self) -> None:
@@ -106,7 +109,7 @@ class Session:
         self._busy_s = 0.0
         self._since_s = 0.0
 
-    def read(self, raw: dict[str, Any], chat: bool, served: ServedModel) -> Job:
+    def read(self, raw: dict[str, Any], reader: Reader, served: ServedModel) -> Job:
         """Return the job of a body, under the rules of the session. The model's name is ignored.
 
         Raises:
@@ -114,7 +117,7 @@ class Session:
         """
         body = raw | {"model": None} if isinstance(raw.get("model"), str) else raw
         try:
-            job = read_chat(body, served, self._prompt_ids) if chat else read_completion(body, served)
+            job = reader(body, served, self._prompt_ids)
         except ApiError as e:
             if e.code == "context_length_exceeded":
                 self.limit = f"the context of {served.max_context} tokens"
@@ -134,8 +137,9 @@ class Session:
             stop=asked.stop,
             top_logprobs=asked.top_logprobs,
         )
-        overridden = [n for n in SAMPLING_FIELDS if raw.get(n) is not None and getattr(asked, n) != getattr(rules, n)]
-        overridden += [n for n in ("seed", "ignore_eos") if raw.get(n) not in (None, False)]
+        said = raw.get("sampling_params") or raw
+        overridden = [n for n in SAMPLING_FIELDS if said.get(n) is not None and getattr(asked, n) != getattr(rules, n)]
+        overridden += [n for n in ("seed", "ignore_eos") if said.get(n) not in (None, False)]
         return dataclasses.replace(job, params=params, seed=None, priority=0, overridden=tuple(overridden))
 
     def begin(self, job: Job) -> Job:
@@ -155,7 +159,7 @@ class Session:
         call = Call(self, taken, job, before)
         self.calls.append(call)
         self._sampling(1)
-        return dataclasses.replace(job, call=call, address=(*rules.address, call.index))
+        return dataclasses.replace(job, call=call, address=(*rules.address, call.index), min_version=rules.min_version)
 
     def streams(self) -> list[list[Call]]:
         """Return the answered calls by token stream, each in order; streams by their first call."""
@@ -182,7 +186,7 @@ class Session:
             if (
                 call.completion is None
                 or call.conversation is None
-                or not _continues(conversation, call.conversation, call.text)
+                or not _continues(conversation, call.conversation, call.message)
             ):
                 continue
             new = conversation.messages[len(call.conversation.messages) + 1 :]
@@ -259,11 +263,11 @@ def ended() -> ApiError:
     return ApiError(410, "this session has ended: its program has answered, failed or run out of time", code="ended")
 
 
-def _continues(conversation: Conversation, before: Conversation, answer: str) -> bool:
+def _continues(conversation: Conversation, before: Conversation, answer: dict[str, Any]) -> bool:
     """Return whether a conversation is an earlier one, the answer to it, and more."""
     n = len(before.messages)
     return (
         conversation.messages[:n] == before.messages
-        and conversation.messages[n : n + 1] == [{"role": "assistant", "content": answer}]
+        and conversation.messages[n : n + 1] == [answer]
         and (conversation.tools, conversation.options) == (before.tools, before.options)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,15 @@ def logprobs_of(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
     return np.maximum(logp, UNLIKELY).tolist(), np.maximum(top, UNLIKELY)
 
 
-def chat_logprobs(vocabulary: Vocabulary, sampled: Sampled, raw: bool) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice."""
+def chat_logprobs(
+    vocabulary: Vocabulary, sampled: Sampled, raw: bool, name: Callable[[int], str] | None = None
+) -> dict[str, Any]:
+    """Return `logprobs` of a chat choice. name: names a token; default: the vocabulary's."""
     logp, top = logprobs_of(sampled, raw)
+    name = name or vocabulary.name
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": vocabulary.name(token), "bytes": list(vocabulary.raw(token)), "logprob": value}
+        return {"token": name(token), "bytes": list(vocabulary.raw(token)), "logprob": value}
 
     content = [
         entry(token, value) | {"top_logprobs": [entry(*pair) for pair in zip(ids, values, strict=True)]}

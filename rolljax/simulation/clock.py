@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 from rolljax.errors import HangError
 
 T = TypeVar("T")
+ALLOCATIONS = 50_000
+"""Allocations between two garbage collections: a large simulation has many objects, and few in cycles."""
 
 
 class _NextTimer(selectors.SelectSelector):
@@ -44,5 +47,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     Raises:
       HangError: `work` waits for an event that will never happen.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work)
+    often = gc.get_threshold()
+    gc.set_threshold(ALLOCATIONS, *often[1:])
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(work)
+    finally:
+        gc.set_threshold(*often)

@@ -5,45 +5,66 @@ from __future__ import annotations
 import asyncio
 import bisect
 import dataclasses
+import functools
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
+from rolljax.cluster.router import RoutedRequest
 from rolljax.simulation.timings import EngineTimings
 
 STEP_ERROR = 1e-6
 """Share of a decode step that may be lost to rounding."""
+MOST_TOK = 2**31
+"""More tokens than an answer has."""
+FIRST_TURN, GONE = -1, -2
+"""`SimulatedAnswer.home` without a replica: there was no turn before, or the replica of that turn was lost."""
+
+
+@functools.lru_cache(typed=True)
+def same(value: np.generic) -> np.ndarray:
+    """Return an array `[MOST_TOK]` of one value, which takes no memory; slicing it is cheaper than making a new one."""
+    return np.broadcast_to(value, MOST_TOK)
 
 
 @dataclasses.dataclass(eq=False)
 class SimulatedAnswer:
     """A requested answer, from its request to the end of its decoding."""
 
-    priority: tuple[int, ...]
+    priority: int
     """The lowest is served first."""
     group: tuple[int, int]
     """Stream and prompt index of its group."""
     prompt_tok: int
     """Number of tokens of the answer's context."""
     new_tok: int
-    """Number of tokens of the context after the part that its replica `home` may still have in its cache (`home` = -1:
-    there was no such replica)."""
+    """Number of tokens of the context after the part that its replica `home` may still have in its cache."""
     answer_tok: int
-    """Number of tokens that the answer will have."""
+    """Number of tokens that the answer will have, from here on if it was on a lost replica."""
     num_steps: int
     """Number of decode steps for which the answer holds its slot: up to the end of a dispatch."""
     done: asyncio.Future[None]
     asked_s: float
-    home: int = -1
+    home: int = FIRST_TURN
+    """The replica of the episode's turn before, or `FIRST_TURN`, `GONE`."""
+    request: RoutedRequest | None = None
+    """The answer as the router sees it."""
+    kept_tok: int = 0
+    """Tokens of the context that were sampled on replicas that are lost."""
+    computed_tok: int = 0
+    """Tokens of the context that its replica computed."""
     replica: int = -1
     slot: int = -1
     started_s: float = 0.0
     ended_s: float = -1.0
     first_step: float = 0.0
     versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Policy version of each token that its last replica sampled `[T]`."""
+    kept: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """Those of the tokens that lost replicas had sampled."""
 
     @property
     def is_over(self) -> bool:
@@ -62,6 +83,7 @@ class Replica:
         self, index: int, slots: int, timings: EngineTimings, finished: Callable[[SimulatedAnswer], None]
     ) -> None:
         self.index, self.free_slots = index, list(range(slots))
+        self.up_since_s = 0.0
         self.steps, self.sequence_steps, self.running_s, self.peak_tok = 0.0, 0.0, 0.0, 0.0
         self._held_s = self._held_until_s = 0.0
         self._timings, self._finished = timings, finished
@@ -78,12 +100,17 @@ class Replica:
 
     # ---- what happens to it
 
-    def begin(self, answer: SimulatedAnswer) -> int:
-        """Start to decode an answer; returns the prompt tokens that it had to compute."""
+    def begin(self, answer: SimulatedAnswer) -> None:
+        """Start to decode an answer."""
         self._count_held()
         now = self._advance()
-        reused = self._prefilled.get(answer.group, 0) and answer.home < 0
-        tokens = 0 if reused else answer.new_tok if answer.home == self.index else answer.prompt_tok
+        if answer.home == self.index:
+            tokens = answer.new_tok
+        elif answer.home == FIRST_TURN and self._prefilled.get(answer.group, 0):
+            tokens = answer.kept_tok
+        else:
+            tokens = answer.prompt_tok
+        answer.computed_tok = tokens
         self._prefilled[answer.group] = self._prefilled.get(answer.group, 0) + 1
         self._prefill(tokens)
         answer.replica, answer.slot, answer.started_s = self.index, heapq.heappop(self.free_slots), now
@@ -93,7 +120,21 @@ class Replica:
         self._num_running += 1
         self._context_tok += answer.prompt_tok
         self._look_soon()
-        return tokens
+
+    def running(self) -> list[tuple[SimulatedAnswer, int]]:
+        """Return the running answers in the order of their starts, and the tokens that each has got here."""
+        self._advance()
+        answers = [a for _, _, a in sorted(self._running, key=lambda entry: entry[1]) if not a.is_over]
+        return [(answer, int(self.steps - answer.first_step)) for answer in answers]
+
+    def evict(self, answers: Collection[SimulatedAnswer], steps_per_dispatch: int) -> None:
+        """Stop decoding some of the running answers, which keep the tokens of their whole dispatches."""
+        self._advance()
+        for answer in answers:
+            self._leave(answer, steps_per_dispatch)
+        self._running = [entry for entry in self._running if entry[2] not in answers]
+        heapq.heapify(self._running)
+        self._look_soon()
 
     def held_s(self) -> float:
         """Return the seconds that answers have occupied slots so far, summed over slots."""
@@ -112,18 +153,33 @@ class Replica:
         self._leave(answer)
         self._look_soon()
 
+    def lose(self, steps_per_dispatch: int) -> None:
+        """Stop, and forget everything. Running answers keep the tokens of their whole dispatches."""
+        now = self._advance()
+        for _, _, answer in self._running:
+            if not answer.is_over:
+                self._leave(answer, steps_per_dispatch)
+        self._running, self._prefilled, self._rows = [], {}, {}
+        self._until_s = now
+        self._look_soon()
+
+    def start(self, version: int) -> None:
+        """Restart with a version, and an empty cache."""
+        self.up_since_s = self._advance()
+        self._weights.append((self.steps, version))
+
     def take_weights(self, version: int, *, recompute: bool) -> None:
         """Continue with new weights. recompute: compute the keys and values of all running answers again."""
         self._advance()
         self._weights.append((self.steps, version))
         if recompute:
             running = [answer for _, _, answer in sorted(self._running) if not answer.is_over]
-            siblings = Counter(answer.group for answer in running if answer.home < 0)
-            prompts = {a.group: a.prompt_tok for a in running if siblings[a.group] > 1}
+            siblings = Counter(answer.group for answer in running if answer.home == FIRST_TURN)
+            prompts = {a.group: a.prompt_tok - a.kept_tok for a in running if siblings[a.group] > 1}
             for tokens in prompts.values():
                 self._prefill(tokens)
             for answer in running:
-                shared = prompts.get(answer.group, 0) if answer.home < 0 else 0
+                shared = prompts.get(answer.group, 0) if answer.home == FIRST_TURN else 0
                 self._prefill(round(answer.prompt_tok + self.steps - answer.first_step) - shared)
             self._prefilled = {}
 
@@ -212,7 +268,8 @@ class Replica:
             self._finished(answer)
         self._look_soon()
 
-    def _leave(self, answer: SimulatedAnswer) -> None:
+    def _leave(self, answer: SimulatedAnswer, steps_per_dispatch: int | None = None) -> None:
+        """Free an answer's slot. steps_per_dispatch: only the tokens of whole dispatches have arrived."""
         self._count_held()
         decoded = self.steps - answer.first_step
         self._num_running -= 1
@@ -222,7 +279,11 @@ class Replica:
             del self._prefilled[answer.group]
         heapq.heappush(self.free_slots, answer.slot)
         answer.ended_s = asyncio.get_running_loop().time()
-        answer.versions = self._versions(answer, min(answer.answer_tok, math.ceil(decoded - STEP_ERROR)))
+        tokens = min(answer.answer_tok, math.ceil(decoded - STEP_ERROR))
+        if steps_per_dispatch:
+            whole = math.floor((decoded + STEP_ERROR) / steps_per_dispatch) * steps_per_dispatch
+            tokens = min(answer.answer_tok - 1, whole)
+        answer.versions = self._versions(answer, tokens)
 
     def _versions(self, answer: SimulatedAnswer, tokens: int) -> np.ndarray:
         """Return the policy version of each token `[T]`."""
@@ -230,6 +291,6 @@ class Replica:
         since = [(math.ceil(step - answer.first_step - STEP_ERROR), version) for step, version in self._weights[first:]]
         parts = [(max(0, token), version) for token, version in since if token < max(tokens, 1)]
         if len(parts) == 1:
-            return np.broadcast_to(np.int32(parts[0][1]), tokens)
+            return same(np.int32(parts[0][1]))[:tokens]
         starts = [token for token, _ in parts]
         return np.repeat([np.int32(version) for _, version in parts], np.diff([*starts, tokens]))

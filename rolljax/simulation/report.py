@@ -33,7 +33,13 @@ LINES = {
     "buffer_wait_p90_s": "  one of ten longer than",
     "late_groups": "late groups cancelled, of each step",
     "no_signal_groups": "groups without a signal, of each step",
+    "lost_replicas": "replicas lost",
+    "rerouted_answers": "  answers that continued elsewhere",
     "longest_wait_s": "longest wait of the loop, seconds",
+    "streamed_frac": "training before the last answer had ended",
+    "reward_busy_frac": "reward workers: busy",
+    "served_ttft_p99_s": "users: first token, one of a hundred waits longer than",
+    "served_late_frac": "users: requests whose first token was late",
 }
 """The figures of a summary, and their meaning."""
 
@@ -96,8 +102,20 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
         "buffer_wait_p90_s": float(np.percentile(waits, 90)) if waits else 0.0,
         "late_groups": mean("groups/late_n"),
         "no_signal_groups": mean("groups/no_signal_n"),
+        "lost_replicas": runtime.sampler.fleet.losses,
+        "rerouted_answers": runtime.sampler.rerouted,
         "longest_wait_s": runtime.clock.longest_s,
     }
+    rewards, stream = runtime.player.envs.rewards, runtime.player.stream
+    if stream:
+        rest_s = sum(s.end_s - s.start_s for s in runtime.clock.spans if s.name == "update")
+        numbers["streamed_frac"] = stream.trained_s / max(stream.trained_s + rest_s, 1e-9)
+    if runtime.timings.rewards.kind != "unlimited":
+        numbers["reward_busy_frac"] = rewards.busy_s / max(rewards.alive_s(rows[-1]["end_s"]), 1e-9)
+    if runtime.timings.serving:
+        first_s = np.array([r.first_s - r.arrival_s for s in runtime.serving for r in s.done] or [0.0])
+        numbers["served_ttft_p99_s"] = float(np.percentile(first_s, 99))
+        numbers["served_late_frac"] = float(np.mean(first_s > runtime.timings.serving.ttft_s))
     return Summary(numbers, {a: n / tokens for a, n in ages.items()}, _warnings(runtime, recorder, numbers))
 
 
@@ -134,8 +152,8 @@ def table(summary: Summary) -> Any:
     found = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     found.add_column()
     found.add_column(justify="right")
-    for name, meaning in LINES.items():
-        found.add_row(meaning, shown(name, summary.numbers[name]))
+    for name in [n for n in LINES if n in summary.numbers]:
+        found.add_row(LINES[name], shown(name, summary.numbers[name]))
     for age, share in summary.token_ages.items():
         found.add_row(f"tokens {age} version{'s' * (age != 1)} old", f"{share:.1%} {'#' * round(20 * share)}")
     return found

@@ -13,15 +13,19 @@ import numpy as np
 
 from rolljax.concurrency.waits import Watchdog
 from rolljax.envs.pool import EnvPool
+from rolljax.errors import ConfigError
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Policy, Rollouts
 from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepGroups, StepReport, token_ages
+from rolljax.simulation.coserving import CoServing
 from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
+from rolljax.simulation.paths import push_s
 from rolljax.simulation.sampler import SimulatedSampler
-from rolljax.simulation.timings import Timings
+from rolljax.simulation.streaming import StreamTrainer
+from rolljax.simulation.timings import ClusterTimings, Timings
 from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import EVAL_STREAM, Group, Task, Trajectory
@@ -79,16 +83,19 @@ class SimulatedPlayer:
     """The loop's player: episodes that take time, without a model."""
 
     def __init__(self, recipe: Recipe, timings: Timings, sampler: SimulatedSampler) -> None:
-        self.pool = EnvPool(recipe.pool, recipe.env, SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed))
+        self.envs = SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed)
+        self.pool = EnvPool(recipe.pool, recipe.env, self.envs)
         self.agents = None
         self.groups: list[GroupSpan] = []
         self._recipe, self._timings, self._sampler = recipe, timings, sampler
-        self._order: dict[tuple[int, int], int] = {}
+        self._started: dict[tuple[int, int], GroupSpan] = {}
+        stream, kv_tok = timings.stream, timings.engine.kv_tok
+        self.stream = StreamTrainer(stream, sampler, kv_tok) if stream else None
 
     def actor(self, phase: Phase) -> Policy:
         recipe = self._recipe
         limits = (recipe.max_answer_tok, recipe.sampler.max_context, recipe.sampler.steps_per_dispatch)
-        return SimulatedPolicy(self._sampler, self._timings, *limits, recipe.seed, self._order)
+        return SimulatedPolicy(self._sampler, self._timings, *limits, recipe.seed, self._started)
 
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
         r = self._recipe
@@ -101,13 +108,17 @@ class SimulatedPlayer:
             r.max_answer_tok,
             r.rollout,
             sampler=self._sampler,
-            order=self._order,
+            started=self._started,
             spans=self.groups,
+            stream=self.stream,
         )
 
     def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return no metrics: nothing is scored here."""
         return {}
+
+    def guide(self, phase: Phase) -> None:
+        """Return none: a simulation knows no latent prefixes."""
 
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> None:
         """Return none: a simulation knows no start states."""
@@ -131,22 +142,35 @@ class SimulatedRuntime:
 
     def __init__(self, recipe: Recipe, timings: Timings) -> None:
         self.recipe, self.timings, self.clock = recipe, timings, SimulatedClock()
+        if timings.stream:
+            check_streaming(recipe, timings)
         group = max(p.group_size for p in recipe.phases)
-        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group, recipe.sampler.steps_per_dispatch)
+        settings = recipe.sampler
+        self.sampler = SimulatedSampler(timings, settings.slots, group, settings.steps_per_dispatch, recipe.seed)
         self.player = SimulatedPlayer(recipe, timings, self.sampler)
+        served = timings.serving
+        self.serving = [
+            CoServing(replica, self.sampler.fleet, timings.engine, served, recipe.seed)
+            for replica in self.sampler.replicas
+            if served
+        ]
+        self.beside = [asyncio.get_running_loop().create_task(s.run()) for s in self.serving]
+        """Tasks that run at the same time as the loop."""
+        network = timings.network
+        self._publish_s = push_s(network, timings.engine.replicas) if network else timings.trainer.publish_s
 
     def publish(self, version: int) -> dict[str, float]:
-        t = self.timings.trainer
+        seconds, pause_s = self._publish_s, self.timings.trainer.pause_s
         if version == self.sampler.version:
             return {}
-        self.clock.spend("publish", t.publish_s)
+        self.clock.spend("publish", seconds)
         recompute = self.recipe.sampler.on_publish == "recompute"
 
         def swap() -> None:
-            self.sampler.publish(version, pause_s=t.pause_s, recompute=recompute)
+            self.sampler.publish(version, pause_s=pause_s, recompute=recompute)
 
-        if t.publish_s:
-            asyncio.get_running_loop().call_later(t.publish_s, swap)
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, swap)
         else:
             swap()
         return {}
@@ -168,8 +192,12 @@ class SimulatedTrainer:
         self._runtime, self._timings = runtime, runtime.timings
 
     def step(self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int) -> TrainedStep:
-        tokens, t = sum(packed_tok(g) for g in groups), self._timings.trainer
+        t, stream = self._timings.trainer, self._runtime.player.stream
+        packed = {group[0].key.prompt_index: packed_tok(group) for group in groups}
+        tokens = sum(packed.values())
         seconds = t.step_s + t.token_s * tokens
+        if stream:
+            seconds -= stream.end_step({index: t.token_s * tok for index, tok in packed.items()})
         self._runtime.clock.spend("update", seconds)
         if self._timings.shared_devices:
             self._runtime.sampler.pause(seconds)
@@ -181,6 +209,25 @@ class SimulatedTrainer:
 
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
         raise NotImplementedError("a simulation has no models")
+
+
+def check_streaming(recipe: Recipe, timings: Timings) -> None:
+    """Check that devices of the sampler can train before a step has ended.
+
+    Raises:
+      ConfigError: the trainer has devices of its own, steps overlap anyway, or replicas get lost.
+    """
+    if not timings.shared_devices:
+        raise ConfigError("needs devices that sample and train", setting="Timings.shared_devices", value=False)
+    if any(p.async_ratio for p in recipe.phases):
+        ratios = [p.async_ratio for p in recipe.phases]
+        raise ConfigError("must be 0 where a step streams", setting="Phase.async_ratio", value=ratios)
+    if timings.cluster != ClusterTimings() or timings.engine.scheduling == "group":
+        raise ConfigError(
+            "goes with replicas that are alike and not lost, and with scheduling = 'queue'",
+            setting="Timings.stream",
+            value=timings.stream,
+        )
 
 
 def packed_tok(group: Sequence[Trajectory]) -> int:

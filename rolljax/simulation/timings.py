@@ -11,6 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 
 from rolljax.errors import Checked, ConfigError, Range, check_fields
+from rolljax.simulation.coserving import ServingTimings
+from rolljax.simulation.paths import NetworkTimings
+from rolljax.simulation.reward_workers import RewardTimings
+from rolljax.simulation.streaming import StreamTraining
 
 T = TypeVar("T")
 
@@ -123,6 +127,43 @@ class EngineTimings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClusterTimings(Checked):
+    """What happens to the replicas of the sampler: they are lost, join, are slow, fetch weights, or are of two kinds.
+
+    A run's own router (`rolljax.cluster.router`) places the answers. A lost replica's answers continue at others
+    from the tokens of their last whole dispatch.
+    """
+
+    mtbf_s: Annotated[float, Range(low=0)] = 0.0
+    """Mean seconds between two losses of one replica; 0: none is lost."""
+    rejoin_s: Annotated[float, Range(low=0)] = 180.0
+    """Seconds from the loss of a replica until it is ready again. It gets answers from the next version on."""
+    join_s: tuple[float, ...] = ()
+    """Seconds at which as many of the replicas become ready; the others are there from the start."""
+    slow_frac: Annotated[float, Range(low=0, high=1)] = 0.0
+    """Share of the replicas that are slow."""
+    slow_factor: Annotated[float, Range(low=1)] = 2.0
+    """Slow replicas take this many times the seconds of others."""
+    fetch_s: Distribution = Distribution()
+    """Seconds that each replica takes to fetch published weights, while it decodes. Groups that start with a version
+    go to replicas that have it."""
+    bandwidth_replicas: Annotated[int, Range(low=0)] = 0
+    """Number of the replicas that are of kind `bandwidth`; the others are of kind `compute`, whose seconds
+    `EngineTimings` has."""
+    bandwidth_prefill_speed: Annotated[float, Range(above=0)] = 1.0
+    """Speed of prefill on replicas of kind `bandwidth`, as a multiple of those of kind `compute`."""
+    bandwidth_decode_speed: Annotated[float, Range(above=0)] = 1.0
+    """Speed of decode steps on replicas of kind `bandwidth`, as a multiple of those of kind `compute`."""
+    siblings_together: bool = True
+    """Answers to one prompt go to one replica while it has free slots: the prompt is computed once, but answers of like
+    length share a replica."""
+    affinity: bool = True
+    """Answers go to the kind of replicas that suits their domain (RollArt), if there are both kinds."""
+    affinity_ratio: Annotated[float, Range(above=0)] = 8.0
+    """Prefill tokens for each decoded one above which the kind `compute` suits a domain."""
+
+
+@dataclasses.dataclass(frozen=True)
 class EnvTimings(Checked):
     """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of
     that."""
@@ -187,6 +228,20 @@ class Slices(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class DomainLengths:
+    """Lengths of a domain of a mixture; None: those of `Timings`."""
+
+    answer_tok: Distribution | None = None
+    """Tokens of an answer."""
+    prompt_tok: Distribution | None = None
+    """Number of tokens of the opening prompt."""
+    observation_tok: Distribution | None = None
+    """Number of tokens of the environment's message after an answer."""
+    turns: Distribution | None = None
+    """Number of turns of an episode."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Timings(Checked):
     """All that a simulation knows of the world."""
 
@@ -198,14 +253,27 @@ class Timings(Checked):
     """Number of tokens of the environment's message after an answer."""
     turns: Distribution = Distribution(center=1.0)
     """Number of turns of an episode, at most the number that the recipe allows."""
+    domains: Mapping[str, DomainLengths] = dataclasses.field(default_factory=dict)
+    """Lengths of the domains of a mixture by name, where they differ (`DomainLengths`)."""
     engine: EngineTimings = EngineTimings()
     """Timings of the sampler in seconds (`EngineTimings`)."""
+    cluster: ClusterTimings = ClusterTimings()
+    """Losses, speeds and kinds of the sampler's replicas (`ClusterTimings`)."""
     env: EnvTimings = EnvTimings()
     """Timings of environments in seconds (`EnvTimings`)."""
+    rewards: RewardTimings = RewardTimings()
+    """Workers that score answers (`RewardTimings`)."""
     trainer: TrainerTimings = TrainerTimings()
     """Timings of the trainer in seconds (`TrainerTimings`)."""
     slices: Slices | None = None
     """Chips that the seconds of engine and trainer follow from; None: they are given."""
+    stream: StreamTraining | None = None
+    """Half of the replicas' devices train before a synchronous step has ended (`StreamTraining`); None: none does. Only
+    with `shared_devices`."""
+    serving: ServingTimings | None = None
+    """Requests of users to the sampler's replicas; None: the replicas only roll out."""
+    network: NetworkTimings | None = None
+    """The network that new weights take to the sampler; None: `TrainerTimings.publish_s` is given."""
     shared_devices: bool = False
     """Trainer and sampler have the same devices: nothing is decoded in a training step."""
     solved_frac: Annotated[float, Range(low=0, high=1)] = 0.5
@@ -213,14 +281,26 @@ class Timings(Checked):
     no_signal_frac: Annotated[float, Range(low=0, high=1)] = 0.0
     """Groups whose rewards are all equal, in addition to equal rewards by chance; dynamic sampling replaces them."""
 
+    def of_domain(self, name: str) -> Timings:
+        """Return the timings with the lengths of a domain."""
+        lengths = self.domains.get(name)
+        if lengths is None:
+            return self
+        own = {field.name: getattr(lengths, field.name) for field in dataclasses.fields(lengths)}
+        return dataclasses.replace(self, **{name: value for name, value in own.items() if value is not None})
+
 
 def to_json(timings: Any) -> dict[str, Any]:
     """Return the timings as a JSON value without settings at their default."""
     found = {}
     for field in dataclasses.fields(timings):
         value = getattr(timings, field.name)
-        if value != field.default:
-            found[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value == default:
+            continue
+        if isinstance(value, Mapping):
+            value = {name: to_json(each) for name, each in value.items()}
+        found[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value
     return found
 
 
@@ -243,6 +323,10 @@ def from_json(record: Mapping[str, Any], cls: type[T], where: str = "") -> T:
 
 
 def _fitted(value: Any, hint: Any, setting: str, where: str) -> Any:
+    if typing.get_origin(hint) is Mapping and isinstance(value, Mapping):
+        return {
+            name: _fitted(each, typing.get_args(hint)[1], f"{setting}.{name}", where) for name, each in value.items()
+        }
     of_class = next((arg for arg in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(arg)), None)
     if of_class and isinstance(value, Mapping):
         return from_json(value, typing.cast(type[Any], of_class), where)

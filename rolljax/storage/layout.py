@@ -7,6 +7,10 @@ from pathlib import Path
 
 RESOLVED, LOCK = "config.resolved.json", ".lock"
 METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
+STARTS = "starts.jsonl"
+"""The starts of a run (`storage.starts`)."""
+SAMPLERS = "samplers"
+"""Key, address and logs of samplers in other processes."""
 VERDICTS = "verdicts"
 """The stored verdicts of judges and reward servers, for a run that continues."""
 TEMPLATE = "chat_template.jinja"

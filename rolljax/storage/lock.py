@@ -10,7 +10,7 @@ from pathlib import Path
 from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.storage import durable
-from rolljax.storage.layout import LOCK
+from rolljax.storage.layout import LOCK, STARTS
 
 
 def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:
@@ -26,7 +26,7 @@ def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:
     with durable.storing(folder):
         if not folder.exists() or (folder / marker).is_file():
             return
-        is_ours = folder.is_dir() and all(e.name == LOCK or durable.is_temporary(e) for e in folder.iterdir())
+        is_ours = folder.is_dir() and all(e.name in (LOCK, STARTS) or durable.is_temporary(e) for e in folder.iterdir())
     if not is_ours:
         raise ConfigError(
             f"is not empty and not {what}", setting=setting, value=str(folder), remedy="name another folder"

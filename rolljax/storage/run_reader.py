@@ -28,6 +28,7 @@ _SUMMARY = {
     "wall_s": float,
     "phase_steps": dict,
     "phase_end": dict,
+    "restarts": list,
 }
 _REWARD = {"phase": str, "step": int, "mean": float, "n": int}
 

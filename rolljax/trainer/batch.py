@@ -65,11 +65,15 @@ class TokenBatch:
     entropy_weights: jax.Array | None = None
     rewards: jax.Array | None = None
     """Reward of the trajectory, at each of its tokens."""
+    reference_points: jax.Array | None = None
+    """Log-ratio to the reference, nats, from which the trajectory's own is measured, at each of its tokens."""
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
     expert_ids_Lk: jax.Array | None = None
     """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
+    sampler_ids: jax.Array | None = None
+    """Number of the sampler, below `MAX_SAMPLERS`; 0: any other. Only there if samplers are compared."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
         """Return the log-probs in the denominator of ratios."""
@@ -126,15 +130,19 @@ COLUMNS: Mapping[str, Column] = {
     "weights": Column("credit", clean="zero"),
     "entropy_weights": Column("credit", clean="zero"),
     "rewards": Column("credit", asked_by="rewards", clean="zero"),
+    "reference_points": Column("credit", asked_by="reference_points", clean="zero"),
     "returns": Column("credit", asked_by="critics", clean="zero"),
     "old_values_C": Column("trainer", axes="C", asked_by="critics"),
     "critic_weights_C": Column("credit", axes="C", asked_by="critics"),
     "expert_ids_Lk": Column("sampler", None, axes="Lk", padding=-1),
+    "sampler_ids": Column("sampler", np.int32),
 }
 """Every per-token array of a `TokenBatch`, in its order: packing, slicing, sharding, cleaning and planning go by this
 table."""
 ARRAYS = tuple(COLUMNS)
 SCALARS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in COLUMNS)
+MAX_SAMPLERS = 1024
+"""One more than the number of samplers that can be compared in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +176,14 @@ class Sample:
         return self.columns["mask"]
 
     @staticmethod
-    def of(trajectory: Trajectory, replay: np.ndarray | None = None) -> Sample:
+    def of(
+        trajectory: Trajectory, replay: np.ndarray | None = None, samplers: Mapping[str, int] | None = None
+    ) -> Sample:
         """Return a trajectory whose tokens all count, without credit.
 
         Args:
           replay: `[L, k]` of -1, to replay the experts that its tokens used; None: no replay.
+          samplers: numbers of samplers by name, to compare them; None: they are not compared.
         """
         tokens, sampled, logp = trajectory.stream()
         indices = np.flatnonzero(sampled)
@@ -184,6 +195,9 @@ class Sample:
                 for t in trajectory.turns
             ]
             columns["expert_ids_Lk"] = np.concatenate(recorded) if recorded else replay[None][:0]
+        if samplers is not None:
+            own = np.array([samplers.get(t.sampler, 0) for t in trajectory.turns], np.int32)
+            columns["sampler_ids"] = own[turns]
         return Sample(tokens, indices, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
@@ -238,6 +252,7 @@ def pack(
     limit_tok: int = 1,
     kl_coef: float = 0.0,
     unsplit_groups: bool = False,
+    first_latent_id: int | None = None,
 ) -> Packed:
     """Pack first-fit, largest first; siblings that do not fit into the row of their group start a new part of it.
 
@@ -246,11 +261,14 @@ def pack(
     Args:
       limit_tok: most tokens of an answer, for `seq-sum-norm` and `turn-sum-norm`.
       unsplit_groups: no group may be split.
+      first_latent_id: first token id of latent prefixes (`model.prefixes`). Siblings that begin with different ones
+        share nothing. None: there are no such ids.
 
     Raises:
       DataError: one sequence (or unsplit group) is longer than a row, or more rows are needed than the shape holds.
     """
-    parts = [part for index, group in enumerate(groups) for part in _parts(index, group, shape.row_len, unsplit_groups)]
+    limits = (shape.row_len, unsplit_groups, first_latent_id)
+    parts = [part for index, group in enumerate(groups) for part in _parts(index, group, *limits)]
     rows = _first_fit(parts, shape)
     arrays = _empty_arrays(shape, groups[0][0].columns if groups else {"sampler_logp": np.zeros(0, np.float32)})
     indices = [[np.zeros(len(s.indices), np.int64) for s in g] for g in groups]
@@ -330,12 +348,18 @@ class _RowPart:
         return self.prefix + sum(len(s) - self.prefix for s in self.members)
 
 
-def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> list[_RowPart]:
+def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool, latents: int | None) -> list[_RowPart]:
     streams = [_Stream.all_of(sample, member) for member, sample in enumerate(group)]
     siblings, later = [s[0] for s in streams], [one for s in streams for one in s[1:]]
     if unsplit and later:
         raise DataError("trajectories are compared as wholes, and one of them is more than one sequence")
-    parts = _side_by_side(index, siblings, row_len, unsplit)
+    alike: dict[int, list[_Stream]] = {}
+    for one in siblings:
+        first = int(one.tokens[0]) if len(one) else -1
+        alike.setdefault(first if latents is not None and first >= latents else -1, []).append(one)
+    if unsplit and len(alike) > 1:
+        raise DataError("a group must stay together, and its trajectories begin with different latent prefixes")
+    parts = [part for some in alike.values() for part in _side_by_side(index, some, row_len, unsplit)]
     return parts + [part for one in later for part in _side_by_side(index, [one], row_len, unsplit)]
 
 

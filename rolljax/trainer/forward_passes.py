@@ -74,6 +74,21 @@ class ForwardPasses:
         teachers = [arrays.pop(f"teacher{i}") for i in range(len(needs.teachers))]
         return arrays | ({"teacher_logp": np.stack(teachers)} if teachers else {})
 
+    def compute_context_logprobs(
+        self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return the log-probs, `[N, T]`, of batches whose samples follow another prompt: by the policy of parameters
+        `params` (`context_logp`) and, where there is one, by the reference (`context_ref_logp`)."""
+        policies = {"context_logp": (self.model, self.model.full_params(params, self.base))}
+        if self.needs.ref:
+            policies["context_ref_logp"] = self.references[self.needs.ref]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+        for batch in batches:
+            placed = without_experts(batch.on_devices)
+            for name, (model, weights) in policies.items():
+                found[name] += batch.packed.unpack(self.logprob_program(model)(weights, placed))
+        return {name: _padded(values, mask_NT) for name, values in found.items()}
+
     def compute_values(self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray) -> np.ndarray:
         """Compute the values of stacked critics `params` for the state before every token, `[M, N, T]`."""
         assert self.needs.critics is not None

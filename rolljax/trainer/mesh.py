@@ -142,10 +142,6 @@ class Split:
         return devices[:trainer], devices[trainer : trainer + sampler]
 
 
-Placement = Colocated | Split
-"""The split of a machine's devices into training and sampling."""
-
-
 def num_batch_shards(mesh: Mesh) -> int:
     """Return the number of parts into which the rows of a batch are split."""
     return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))

@@ -10,7 +10,7 @@ outside of what training meets. Beyond the limit the ratio is constant and its g
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from rolljax.errors import ConfigError
 from rolljax.trainer.credit.mismatch import RatioLevel
 from rolljax.trainer.kl import LOG_RATIO_LIMIT, KlEstimator, kl_estimate
+
+Divergence = Literal["tv", "kl"]
 
 
 def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -158,6 +160,48 @@ def cispo(
     return -jax.lax.stop_gradient(weight_BT) * advantages_BT * logp_BT
 
 
+def dppo(
+    ratio_BT: jax.Array,
+    advantages_BT: jax.Array,
+    logp_BT: jax.Array,
+    anchor_logp_BT: jax.Array,
+    divergence: Divergence = "tv",
+    low: float | None = None,
+    high: float | None = None,
+    cap: float = 10.0,
+    square_coef: float = 0.0,
+) -> jax.Array:
+    """Compute the loss of DPPO (arXiv 2602.04879): `-stop(min(ratio, cap)) A logp` of the tokens in the trust region,
+    and `square_coef (logp - anchor)^2` of all.
+
+    A token is outside if its probability fell with A <= 0, or rose with A > 0, by more than a bound.
+
+    Args:
+      divergence: distance of the two probabilities p of the token: "tv", `|p - p_anchor|`; "kl", the KL divergence of
+        the anchor's yes-or-no distribution to the policy's, nats.
+      low, high: bounds of the two cases; None: no bound.
+
+    Raises:
+      ConfigError: an unknown divergence.
+    """
+    anchor_BT = jax.lax.stop_gradient(anchor_logp_BT)
+    old_BT, new_BT = jnp.exp(anchor_BT), jnp.exp(jax.lax.stop_gradient(logp_BT))
+    if divergence == "tv":
+        distance_BT = jnp.abs(new_BT - old_BT)
+    elif divergence == "kl":
+        others_BT = jnp.log((1.0 - old_BT + 1e-8) / (1.0 - new_BT + 1e-8))
+        distance_BT = old_BT * (anchor_BT - jax.lax.stop_gradient(logp_BT)) + (1.0 - old_BT) * others_BT
+    else:
+        remedy = f"one of {', '.join(get_args(Divergence))}"
+        raise ConfigError("is not a divergence", setting="Dppo.divergence", value=divergence, remedy=remedy)
+    fell_BT = (new_BT < old_BT) & _exceeds(distance_BT, low)
+    rose_BT = (new_BT > old_BT) & _exceeds(distance_BT, high)
+    is_out_BT = jnp.where(advantages_BT > 0, rose_BT, fell_BT)
+    weight_BT = jax.lax.stop_gradient(jnp.where(is_out_BT, 0.0, jnp.minimum(ratio_BT, cap)))
+    loss_BT = -weight_BT * advantages_BT * logp_BT
+    return loss_BT + square_coef * jnp.square(logp_BT - anchor_BT) if square_coef else loss_BT
+
+
 def topr(
     ratio_BT: jax.Array,
     advantages_BT: jax.Array,
@@ -210,6 +254,10 @@ def _below(ratio_BT: jax.Array, low: float | None) -> jax.Array:
 
 def _above(ratio_BT: jax.Array, high: float | None) -> jax.Array:
     return jnp.zeros(ratio_BT.shape, bool) if high is None else ratio_BT > 1.0 + high
+
+
+def _exceeds(distance_BT: jax.Array, bound: float | None) -> jax.Array:
+    return jnp.zeros(distance_BT.shape, bool) if bound is None else distance_BT > bound
 
 
 # Distance to a reference, and critics.
@@ -268,6 +316,16 @@ def simpo(chosen_mean_logp: jax.Array, rejected_mean_logp: jax.Array, beta: floa
     It takes mean log-probs per token, nats, and has no reference. `gamma` is the target margin.
     """
     return -jax.nn.log_sigmoid(beta * (chosen_mean_logp - rejected_mean_logp) - gamma)
+
+
+def kto(gain: jax.Array, good: jax.Array, beta: float) -> jax.Array:
+    """Compute the loss of KTO (arXiv 2402.01306): `1 - sigmoid(beta gain)` of good answers, `1 -
+    sigmoid(-beta gain)` of bad ones.
+
+    Args:
+      gain: log-ratio of the answer to the reference minus the reference point, nats. good: bool.
+    """
+    return jax.nn.sigmoid(jnp.where(good, -beta, beta) * gain)
 
 
 def bradley_terry(chosen_score: jax.Array, rejected_score: jax.Array) -> jax.Array:

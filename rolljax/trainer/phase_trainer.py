@@ -23,7 +23,8 @@ from rolljax.model.decoder import Model
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState
-from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
+from rolljax.trainer.batch import MAX_SAMPLERS, Packed, PackShape, Sample, TokenBatch, pack
+from rolljax.trainer.contexts import in_context
 from rolljax.trainer.credit.emptiness import could_teach
 from rolljax.trainer.credit.episodes import Credit, Episodes, apply_credit, credit_metrics, token_columns
 from rolljax.trainer.critic import Critic
@@ -33,7 +34,7 @@ from rolljax.trainer.mesh import PlacedBatch
 from rolljax.trainer.optimizer import Optimizer
 from rolljax.trainer.state import CriticSettings, StateBuilder, TrainState
 from rolljax.trainer.update import ReferencePolicies, make_critic_update, make_policy_update
-from rolljax.types import Key, TokenColumn, Trajectory
+from rolljax.types import Key, SamplerGap, TokenColumn, Trajectory
 
 MetricsRow = dict[str, float]
 """Numbers by the names of `metrics.NAMES`."""
@@ -42,11 +43,14 @@ Samples = Sequence[Sequence[Sample]]
 
 
 class NotFinite(TrainerError):
-    """A loss or gradient was not finite. `batch` is its batch."""
+    """A loss or gradient was not finite. `batch` is its batch, on the host (NumPy): the error may cross processes."""
 
     def __init__(self, message: str, batch: TokenBatch) -> None:
         super().__init__(message)
         self.batch = batch
+
+    def __reduce__(self) -> tuple[type[NotFinite], tuple[str, TokenBatch]]:
+        return NotFinite, (str(self), self.batch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +63,8 @@ class TrainedStep:
     row: MetricsRow
     num_trained: int
     columns: Mapping[Key, Mapping[str, TokenColumn]] = dataclasses.field(default_factory=dict)
+    gaps: Mapping[str, SamplerGap] = dataclasses.field(default_factory=dict)
+    """By name of the sampler, if samplers are compared."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,6 +94,10 @@ class PhaseTrainer:
     """The frozen weights of a model with adapters; the policy's parameters are then its adapters."""
     replay_experts: bool = False
     """Tokens take the experts that they took in the sampler."""
+    first_latent_id: int | None = None
+    """First token id of latent prefixes (`model.prefixes`); None: there are none."""
+    compare_samplers: bool = False
+    """Measure each sampler's distance from the trainer (`TrainedStep.gaps`)."""
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -109,10 +119,14 @@ class PhaseTrainer:
             return state, TrainedStep(algorithm_state, report.row(), 0)
         clock = Stopwatch()
         with clock:
-            samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
+            names = sorted({turn.sampler for group in groups for t in group for turn in t.turns} - {""})
+            numbers = dict(zip(names, range(1, MAX_SAMPLERS), strict=False)) if self.compare_samplers else None
+            samples = [[Sample.of(t, self._unknown_experts, numbers) for t in group] for group in groups]
             batches = self.pack_samples(samples)
             episodes = Episodes.of(groups, limit_tok=self.limit_tok, step=step)
         episodes = self.compute_credit_inputs(state, batches, episodes)
+        if self.algorithm.needs().context:
+            episodes = self.compute_context_inputs(state, samples, episodes)
         with clock:
             credit = self.algorithm.credit(episodes, algorithm_state)
             kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
@@ -127,14 +141,15 @@ class PhaseTrainer:
                 credit = _with_stats_before(credit, self.algorithm.credit(episodes, algorithm_state))
                 kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
                 micro_batches = self.pack_micro_batches(kept, self._kl_coef(algorithm_state))
-        state, policy_rows = self.update_policy(state, micro_batches, step)
+        state, policy_rows, gaps = self.update_policy(state, micro_batches, step)
         report = MetricsReport()
         add_updates(report, micro_batches, critic_rows + policy_rows)
         report.add_row(credit_metrics(episodes, credit))
         report.add("time/pack_s", clock.seconds)
         keys = [t.key for group in groups for t in group]
         columns = dict(zip(keys, token_columns(episodes, credit), strict=True))
-        return state, TrainedStep(dict(credit.algorithm_state), report.row(), len(kept), columns)
+        found = _gaps(numbers or {}, gaps)
+        return state, TrainedStep(dict(credit.algorithm_state), report.row(), len(kept), columns, found)
 
     def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
         """Return the mean cross-entropy of the trajectories' reference tokens, in nats at temperature 1, under the
@@ -171,6 +186,17 @@ class PhaseTrainer:
             found |= self.forward_passes.compute_attention_stats(state.params, batches, episodes.mask)
         if needs.critics:
             found["values"] = self.compute_values(state, batches, episodes)
+        return dataclasses.replace(episodes, **found)  # type: ignore[arg-type]
+
+    def compute_context_inputs(self, state: TrainState, samples: Samples, episodes: Episodes) -> Episodes:
+        """Return the episodes with the log-probs of their tokens after another prompt (`Needs.context`)."""
+        needs = self.algorithm.needs()
+        assert needs.context is not None
+        moved = in_context(samples, episodes.success, episodes.groups, needs.context)
+        size = self.shape.num_micro * self.shape.micro_rows  # each has room in a row of its own
+        parts = [moved[start : start + size] for start in range(0, len(moved), size)]
+        batches = [PlacedBatch(self.mesh, pack([[s] for s in p], self.shape, self.temperature)) for p in parts]
+        found = self.forward_passes.compute_context_logprobs(state.params, batches, episodes.mask)
         return dataclasses.replace(episodes, **found)  # type: ignore[arg-type]
 
     def compute_values(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> np.ndarray:
@@ -211,18 +237,26 @@ class PhaseTrainer:
 
     def update_policy(
         self, state: TrainState, batches: Sequence[PlacedBatch], step: int
-    ) -> tuple[TrainState, list[MetricsRow]]:
-        """Apply a step's updates of the policy; return the metrics of each. No updates while only critics learn."""
+    ) -> tuple[TrainState, list[MetricsRow], np.ndarray]:
+        """Apply a step's updates of the policy, none while only critics learn.
+
+        Returns:
+          The state, the metrics of each update, and `update.sampler_gaps` of the first one.
+        """
         rows: list[MetricsRow] = []
+        gaps = np.zeros((MAX_SAMPLERS, 2))
         if not self.algorithm.trains_policy or (self.critic and step < self.critic.warmup_steps):
-            return state, rows
+            return state, rows, gaps
         references = {name: params for name, (_, params) in self.references.items()}
         for _ in range(self.epochs):
             for batch in batches:
                 policy, stats = self.policy_update(state.policy, batch.on_devices, references, self.base)
                 state = dataclasses.replace(state, policy=policy)
+                found = stats.pop("sampler_gaps", None)
+                if found is not None and not rows:
+                    gaps = jax.device_get(found)
                 rows.append(_checked(stats, "optim", batch.host, step))
-        return state, rows
+        return state, rows, gaps
 
     def pack(self, groups: Samples, kl_coef: float = 0.0) -> Packed:
         """Pack the rows of one update."""
@@ -234,6 +268,7 @@ class PhaseTrainer:
             limit_tok=self.limit_tok,
             kl_coef=kl_coef,
             unsplit_groups=self.algorithm.unsplit_groups,
+            first_latent_id=self.first_latent_id,
         )
 
     def _kl_coef(self, algorithm_state: AlgorithmState) -> float:
@@ -361,6 +396,12 @@ def _checked(stats: Mapping[str, jax.Array], part: str, batch: TokenBatch, step:
             f"step {step + 1} of the phase, {part}: loss {loss}, gradient norm {row[f'{part}/grad_norm']}", batch
         )
     return {k: v for k, v in row.items() if k in NAMES}
+
+
+def _gaps(numbers: Mapping[str, int], gaps: np.ndarray) -> dict[str, SamplerGap]:
+    """Return the gap of each sampler with a trained token. gaps: sums and numbers of tokens, `[S, 2]`."""
+    each = ((name, *gaps[number].tolist()) for name, number in numbers.items())
+    return {name: SamplerGap(total / tokens, int(tokens)) for name, total, tokens in each if tokens}
 
 
 def _with_stats_before(before: Credit, after: Credit) -> Credit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class Reshard:
         self.parts = math.gcd(mesh.size, to.size, model.cfg.hidden_size)
         self.sent, self.received = in_parts(mesh, self.parts), in_parts(to, self.parts)
         plain = model.plain
-        self._shapes, self.landing = _weights(model, self.received, True)
+        self._shapes, self.landing = sampler_weights(model, self.received, True)
         self.cast_program = make_write(mesh, model, self.sent, fsdp=True)
         self.write_program = make_write(self.received, plain, to)
         self._cast_into, self._write_into = make_empty(model, self.sent, fsdp=True), make_empty(model, to)
@@ -94,15 +95,41 @@ class Reshard:
         return self.write_program(parts, self._write_into() if over is None else over)
 
 
+@jax.jit
+def copied(params: Params) -> Params:
+    """Copy parameters."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def make_sent(mesh: Mesh, model: Model) -> Callable[[Params], Params]:
+    """Return a function from the argument of `Model.bind` to a copy of it that a store can be sent while the trainer
+    continues: of a plain decoder, in the compute dtype and in parts; of adapters alone, with the base as it is."""
+    if model.lora:
+        return lambda params: dataclasses.replace(params, adapters=copied(params.adapters))
+    parts = in_own_parts(mesh, model)
+    cast, into = make_write(mesh, model, parts, fsdp=True), make_empty(model, parts, fsdp=True)
+    return lambda params: cast(params, into())
+
+
 def in_parts(mesh: Mesh, parts: int) -> Mesh:
     """Return a mesh of the same devices on which parameters are split into `parts` equal parts."""
     sizes = {"data": mesh.size // parts, "fsdp": parts}
     return Mesh(mesh.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
 
 
+def in_own_parts(mesh: Mesh, model: Model) -> Mesh:
+    """Return a mesh of the same devices on which each has a part of its own of every matrix, as far as they divide."""
+    return in_parts(mesh, math.gcd(mesh.size, model.cfg.hidden_size))
+
+
+def has_copies(mesh: Mesh) -> bool:
+    """Return whether devices of a sampler's mesh have the same weights as others."""
+    return mesh.shape["data"] > 1
+
+
 def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Params]:
     """Return a function that makes weights of zeros, to be overwritten; fsdp: see `make_write`."""
-    shapes, there = _weights(model, to, fsdp)
+    shapes, there = sampler_weights(model, to, fsdp)
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=there)
 
 
@@ -113,7 +140,7 @@ def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax
 
     fsdp: shard the written weights over that axis of `to` too, like the trainer's parameters.
     """
-    plain, (_, here), (_, there) = model.plain, _weights(model, mesh, True), _weights(model, to, fsdp)
+    plain, (_, here), (_, there) = model.plain, sampler_weights(model, mesh, True), sampler_weights(model, to, fsdp)
     axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
     def layer_of(params: Params, i: jax.Array | int) -> Params:
@@ -140,11 +167,20 @@ def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax
     return jax.jit(write, out_shardings=there, donate_argnums=1, keep_unused=True)
 
 
-def _weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
+def sampler_weights(model: Model, mesh: Mesh, fsdp: bool = False) -> tuple[Any, Any]:
     """Return the shapes of the sampler's weights, and their shardings on a mesh; fsdp: see `param_shardings`."""
     plain = model.plain
     shapes = jax.eval_shape(plain.computed, plain.abstract())
     return shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp)
+
+
+def adapted_weights(model: Model, mesh: Mesh) -> tuple[Any, Any]:
+    """Return shapes and shardings of the argument of `Model.bind` of a model with adapters; each device has a part."""
+    assert model.lora
+    plain = model.plain
+    shapes = model.full_params(model.abstract(), jax.eval_shape(model.base, plain.abstract()))
+    axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()))
+    return shapes, param_shardings(mesh, axes, shapes)
 
 
 # ---- whether what arrives is what was sent --------------------------------------------------------------------------
@@ -163,7 +199,12 @@ def _checksum(x: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     strides = [math.prod(x.shape[axis + 1 :]) % 2**32 for axis in range(x.ndim)]
     places = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
-    return jnp.sum(bits * (2 * sum(places, start=jnp.uint32(0)) + 1), dtype=jnp.uint32)
+    terms = bits * (2 * sum(places, start=jnp.uint32(0)) + 1)
+    if x.ndim > 2:  # layers are added first, entry by entry: on a CPU a sum to one number takes 10 to 50 times as long
+        count = max(n for n in range(1, min(x.shape[0], 32) + 1) if x.shape[0] % n == 0)
+        sums = jnp.sum(terms.reshape(count, -1, *x.shape[1:]), 0, dtype=jnp.uint32)
+        terms = jax.lax.optimization_barrier(sums)  # or compilers make one sum of both
+    return jnp.sum(terms, dtype=jnp.uint32)
 
 
 def differing(sent: Params, received: Params) -> list[str]:

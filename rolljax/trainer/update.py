@@ -25,7 +25,7 @@ from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import COLUMNS, TokenBatch
+from rolljax.trainer.batch import COLUMNS, MAX_SAMPLERS, TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import UNSHARDED, NumShards, critic_values, policy_outputs
 from rolljax.trainer.kl import k3
@@ -79,6 +79,8 @@ def policy_loss(
             for into, found in zip((mean, largest), mismatch_stats(policy.logp, batch), strict=True):
                 into |= found
         total, (sums, maxima) = _share(out.loss, mean, largest, batch)
+        if batch.sampler_ids is not None:
+            sums["sampler_gaps"] = sampler_gaps(policy.logp, batch, batch.sampler_ids)
         if load is None:
             return total, (sums, maxima)
         balance = _balance(model, load, batch)
@@ -147,6 +149,14 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
         "mismatch/geometric_abs_nat": sequence,
         "mismatch/trajectory_abs_nat": product,
     }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/trajectory_max_nat": product}
+
+
+def sampler_gaps(logp: jax.Array, batch: TokenBatch, sampler_ids: jax.Array) -> jax.Array:
+    """Sum the distances of the trainer's log-probs from each sampler's, and count their tokens; float32 `[S, 2]`."""
+    trained = batch.scale != 0
+    gap = jnp.abs(jax.lax.stop_gradient(logp) - batch.sampler_logp)
+    both = jnp.stack([jnp.where(trained, gap, 0.0), trained.astype(jnp.float32)], -1)
+    return jax.ops.segment_sum(both.reshape(-1, 2), sampler_ids.reshape(-1), MAX_SAMPLERS)
 
 
 Gradients = tuple[Params, tuple[Stats, Stats]]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolljax import reading
-from rolljax.errors import ConfigError
+from rolljax.errors import CheckpointError, ConfigError
 from rolljax.fields import Json, as_number, as_text, as_whole, is_there
-from rolljax.storage import journal, layout
+from rolljax.storage import journal, layout, starts
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Record, TrajectoryFile, scan, summary
 
@@ -62,6 +62,11 @@ class ViewedRun:
         rows = self.rows(0)[1]
         if self._rows.damaged:
             damaged.append(f"{layout.METRICS}: {self._rows.damaged} lines")
+        try:
+            restarts = starts.restarts(self.path)
+        except CheckpointError as e:
+            restarts = []
+            damaged.append(str(e))
         last: Json = rows[-1] if rows else {"step": 0, "phase": ""}
         is_over = bool(ended) and (as_whole(ended.get("steps")) or 0) >= last["step"]
         return {
@@ -74,6 +79,7 @@ class ViewedRun:
             "stop_reason": as_text(ended.get("stop_reason")) or None if is_over else None,
             "wall_s": as_number(ended.get("wall_s")) if is_over else sum(r.get("time/step_s", 0) for r in rows),
             "heldout": _evaluations(ended.get("heldout_reward")) if is_over else self._evaluated(),
+            "restarts": [start.after for start in restarts],
             "updated": self._rows.modified,
             "environment": _environment(made_by),
             "rollout_steps": self.steps(),

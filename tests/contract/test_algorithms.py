@@ -18,6 +18,8 @@ from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.kto import Kto
+from rolljax.trainer.algorithms.maxrl import MaxRl
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.reward_model import RewardModel
@@ -27,12 +29,13 @@ from rolljax.trainer.kl import KlLoss, KlReward
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.update import mismatch_stats
 
-from ..synthetic import CLASSES, LIMIT_TOK, MODULES, SHAPE, Objective, credited, episodes_of, groups_of
+from ..synthetic import CLASSES, LIMIT_TOK, MODULES, SHAPE, Objective, Raised, credited, episodes_of, groups_of
 
 REQUIRED = {
     Dapo: {"shaping": RewardShaping(overlong_cache=4)},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
+    MaxRl: {"shaping": Raised(clip=99.0)},
 }
 each = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
 
@@ -232,6 +235,9 @@ def test_on_policy_gradient_is_its_reinforce_form(cls, objectives, world):
     if issubclass(cls, (Dpo, RewardModel)):
         check_pairs(cls, groups, packed, logps, grad)
         return
+    if issubclass(cls, Kto):
+        check_labels(groups, logps, grad)
+        return
     for g, w, sample in zip(grad, scale, (s for group in groups for s in group), strict=True):
         weight = sample.columns.get("weights", 1.0)
         np.testing.assert_allclose(g, -w * weight * sample.columns["advantages"], rtol=2e-5, atol=1e-8)
@@ -249,6 +255,15 @@ def check_pairs(cls, groups, packed, logps, grad):
             want = np.where(s.mask, -beta * sign / (1 + np.exp(margin)) / len(groups), 0)
             np.testing.assert_allclose(grad[i], want, rtol=1e-4, atol=1e-8)
             i += 1
+
+
+def check_labels(groups, logps, grad):
+    """Check d loss / d logp = -beta * side * s (1 - s) / answers, s = sigmoid(side * beta * (log-ratio - point))."""
+    members = [s for group in groups for s in group]
+    for x, g, sample in zip(logps, grad, members, strict=True):
+        side, point = sample.columns["advantages"][0], sample.columns["reference_points"][0]
+        s = 1 / (1 + np.exp(-side * Kto().beta * (float((x - sample.columns["ref_logp"]).sum()) - point)))
+        np.testing.assert_allclose(g, -Kto().beta * side * s * (1 - s) / len(members), rtol=1e-4, atol=1e-8)
 
 
 @each

@@ -1,14 +1,15 @@
 """Whole runs, in this process or in their own, of the shipped quickstart with smaller numbers."""
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rolljax.concurrency import distributed
 from rolljax.console.progress import Console
 
 from ..conftest import EMITTERS
@@ -41,17 +42,24 @@ def arguments(run_dir, **changes):
     return argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
 
 
+RESERVATIONS = []
+
+
+def free_port():
+    """Return a free port of this machine, which no other program is given until the tests end."""
+    reservation, port = distributed.reserve_port()
+    RESERVATIONS.append(reservation)
+    return port
+
+
 def of_two_processes(devices):
     """Return the environment of two joined processes, without `JAX_PROCESS_ID`; each has `devices` CPU devices."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {EMITTERS}",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
 
@@ -74,6 +82,14 @@ def check_conserved(rows):
 
 def summary(run_dir):
     return json.loads((Path(run_dir) / "summary.json").read_text())
+
+
+def child_of(parent):
+    """Return the id of the process that trains for a `--restarts` parent; None if none does now."""
+    for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            if b"rolljax.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
 
 
 @pytest.fixture(scope="session")
@@ -110,21 +126,21 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """Start a Ray cluster of two nodes on this host once, and connect this process. Returns a function for the ids of
-    the nodes with actors."""
+    """Start a Ray cluster of two nodes on this host once, one of which seems to have TPUs, and connect this process.
+    Returns a function for the ids of the nodes with actors."""
     import ray
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    cluster.add_node(**node)
+    cluster.add_node(**node, resources={"TPU": 4})
     ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
 
     def nodes_of_actors():
         actors = ray._private.state.actors().values()
         return {actor["Address"]["NodeID"] for actor in actors if actor["State"] == "ALIVE"}
 
-    nodes_of_actors.address = cluster.address
+    nodes_of_actors.address, nodes_of_actors.cluster = cluster.address, cluster
     yield nodes_of_actors
     ray.shutdown()
     cluster.shutdown()

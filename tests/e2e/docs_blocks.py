@@ -32,6 +32,8 @@ from rolljax.config import loader
 from rolljax.data.pipeline import Pipeline
 from rolljax.recipe import Recipe
 
+from .conftest import free_port
+
 ROOT = Path(__file__).parents[2]
 KINDS = {"bash", "python", "gin", "json", "console", "text"}
 LITERAL = {"my_model.md"}
@@ -44,6 +46,8 @@ NOT_RUN = {
     r"agent_program": "tests/e2e/test_agent.py",
     r"envs\.tools\.serve": "speaks over its own input and output: tests/e2e/test_mcp.py",
     r"jetstream\.compat|load_params\(\)": "tests/e2e/test_jetstream.py",
+    r"^ray start|@Ray\(\)": "a Ray cluster: tests/e2e/test_ray_samplers.py",
+    r"rolljax\.sampler_host": "waits for a run: tests/e2e/test_join.py",
     r"--adapter": "needs a run with adapters: tests/e2e/test_lora.py",
 }
 SERVERS = re.compile(r"rolljax\.serve|rolljax\.view (?!.*--export)|openenv_server|gem_server")
@@ -209,7 +213,10 @@ def verb(words):
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             try:
-                module = importlib.import_module(words[2])
+                verb = words[2].removeprefix("rolljax.")
+                module = importlib.import_module(
+                    f"rolljax.commands.{verb}" if verb in ("train", "export") else words[2]
+                )
                 main = getattr(module, "main", None) or importlib.import_module(f"{words[2]}.__main__").main
                 code = main(words[3:])
             except SystemExit as e:
@@ -237,9 +244,3 @@ def imports(text):
         for n in named
         if n in modules() and f"import {n}" not in text
     )
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import socket
 import sys
 import threading
 import types
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import jax
 
+from rolljax.concurrency import distributed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
@@ -126,9 +126,7 @@ def server(js, plan):
 
     from rolljax.sampler.jetstream.compat import run_server
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    reservation, port = distributed.reserve_port()
     engine = make_engine(plan["stop_ids"], jax.devices()[:1])
     running = run_server(engine, port)
     try:
@@ -145,6 +143,7 @@ def server(js, plan):
         listens = listening(port)
     finally:
         running.stop()
+        reservation.close()
     return {
         "live": live,
         "tokens": [t for r in tokens for t in r.stream_content.samples[0].token_ids],

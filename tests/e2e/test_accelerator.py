@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.sweep  # `make test-newest` runs it
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,6 @@ def out(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_every_piece_runs_without_the_packages_of_features(out):
     found = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
     assert len(found) == 8
@@ -32,7 +32,6 @@ def test_every_piece_runs_without_the_packages_of_features(out):
         assert f"## {name}: " in (out / "summary.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_training_run_has_its_curve(out):
     rows = json.loads((out / "learning.json").read_text())["figures"]
     runs = [row for row in rows if row["what"] == "run"]

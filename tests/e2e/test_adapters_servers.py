@@ -23,6 +23,8 @@ from rolljax.envs.adapters.rock import Rock
 from rolljax.envs.catalog import make_spec, ref_of, task_of
 from rolljax.errors import ConfigError, EnvError, InfraError
 
+from .conftest import free_port
+
 ROOT = Path(rolljax.__file__).parents[1]
 TOKEN = "a token for tests"
 LAKE = "frozen_lake"
@@ -390,11 +392,7 @@ def test_openenvs_own_client_plays_on_our_server(openenv_url):
 
 @pytest.mark.skipif(not OPENENV_PYTHON, reason="ROLLJAX_OPENENV_PYTHON names no interpreter with openenv 0.10")
 def test_our_client_plays_on_openenvs_own_server():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([OPENENV_PYTHON, "-c", SERVER, str(port)])
     try:
         spec = OpenEnv(f"http://127.0.0.1:{port}")

@@ -152,7 +152,7 @@ class Endless:
     def __init__(self, chat):
         self.tokens = chat.answer_ids(ENDLESS)
 
-    async def act(self, prompt_ids, episode, key, turn):
+    async def act(self, prompt_ids, episode, key, turn, min_version=0):
         size = len(self.tokens)
         return Completion(Sampled.of(self.tokens, np.zeros(size, np.float32), np.zeros(size, np.int32)), "stop")
 

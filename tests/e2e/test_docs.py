@@ -29,7 +29,7 @@ def name_of(page):
 DATA = ROOT / "tests" / "data"
 # names under which the docs speak of folders of a user's own
 MODELS = ("models/Qwen3-0.6B", "models/Qwen3-0.6B-Base", "Qwen3-0.6B", "Qwen3-8B", "some/hf/folder")
-RUNS = ("quickstart", "a", "lora", "think_j_init")
+RUNS = ("quickstart", "a", "lora", "think_j_init", "palette_base", "palette_warm_up")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 def scratch(tmp_path, run, monkeypatch):
     """Set up a folder as a user has it: the repository's folders, a run, models and data under the names in the
     pages."""
-    for name in ("configs", "examples", "benchmarks", "docs", "tests"):
+    for name in ("configs", "deploy", "examples", "benchmarks", "docs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in RUNS:
         shutil.copytree(run, tmp_path / "runs" / name)

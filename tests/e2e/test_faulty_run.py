@@ -118,7 +118,7 @@ def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
             assert (t["status"] == "failed") == (fault == "reset_hang"), t["fault"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_task_in_eight_that_crashes_its_worker_does_not_end_a_run(tmp_path):
     """With default settings, although all episodes share one worker."""
     changes = {"PoolConfig_dot_where": "'process'", "PoolConfig_dot_workers": 1, "PoolConfig_dot_fault_window": 16}

@@ -1,6 +1,7 @@
 """A run on two processes of two devices equals the run of one process of four, also when it stops, resumes or fails."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from rolljax.commands.train import main as train
 from tests.ends import OF_THE_CLOCK
 
-from .conftest import arguments, of_two_processes, rows, summary
+from .conftest import arguments, child_of, of_two_processes, rows, summary
 
 TIMEOUT_S = 900
 SMALL = {
@@ -32,16 +33,17 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Start the two processes of a run; what they compile is compiled once for all runs here."""
+    """Start the two processes of a run, by the program `rolljax.train` or one with arguments before; what they compile is
+    compiled once for all runs here."""
     cache = tmp_path_factory.mktemp("compiled")
     started = []
 
-    def run(argv):
+    def run(argv, program="rolljax.train", *first):
         env = of_two_processes(2) | {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        command = [sys.executable, "-m", "rolljax.train", *argv]
+        command = [sys.executable, "-m", program, *first, *argv]
         both = [
             subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(i)}, stderr=subprocess.PIPE, text=True)
             for i in range(2)
@@ -70,8 +72,10 @@ def wait_for_step(both, run_dir, step):
 
 
 def numbers(run_dir):
-    """Return the metrics without measured times."""
-    return [{k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK)} for row in rows(run_dir)]
+    """Return the metrics without measured times, and without those of single samplers."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith((*OF_THE_CLOCK, "sampler/sampler-"))} for row in rows(run_dir)
+    ]
 
 
 def answers(run_dir, step):
@@ -127,6 +131,20 @@ def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_process_is_restarted_with_the_others(start, tmp_path, lost):
+    run_dir = tmp_path / "run"
+    both = start([*arguments(run_dir, **SMALL), "--restarts", "2"])
+    wait_for_step(both, run_dir, 2)
+    os.kill(child_of(both[lost]), signal.SIGKILL)
+    codes, said = ends(both)
+    assert codes == [0, 0], said
+    assert "the run ended with exit code 3" in said[1 - lost] and "the run was killed (SIGKILL)" in said[lost]
+    assert len(rows(run_dir)) == 6 and len(summary(run_dir)["restarts"]) == 1
+
+
+@pytest.mark.sweep
 def test_a_lost_process_ends_the_run(start, tmp_path):
     run_dir = tmp_path / "run"
     both = start(arguments(run_dir, **SMALL | {"rl__Phase_dot_steps": 1000, "rl__Phase_dot_async_ratio": 1}))

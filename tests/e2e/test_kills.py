@@ -115,7 +115,7 @@ def tear(run_dir):
     return bool(torn) or metrics.is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_killed_after_the_last_checkpoint_it_writes_its_results(watched, tmp_path, capsys):
     run_dir = watched.state("written hf", tmp_path / "run")
     assert not (run_dir / "hf").exists() and not (run_dir / "summary.json").exists()
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path, capsys, place):
     assert "storage error: " in said and str(run_dir.parent) in said and "fix:" in said and "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_whose_console_is_full_ends_as_any_other(watched, tmp_path):
     """Also for a run whose files may not grow: it ends with that message's exit code, and resumes once they may."""
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")

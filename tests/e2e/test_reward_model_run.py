@@ -119,7 +119,7 @@ def test_a_run_resumes_bitwise(straight, tmp_path, after):
         assert summary(again)[name] == summary(straight)[name]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_may_use_the_reward_model_of_another(straight, tmp_path):
     """Of a finished run; in the phases before, too."""
     settings = {

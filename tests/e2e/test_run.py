@@ -254,7 +254,7 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths, slee
         assert same.any() and (found.logp[same] == turn.sampler_logp[same.any(1)]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_is_recomputed_at_a_publish_was_compiled_before(tmp_path):
     """Answers of many lengths are under way whenever weights come."""
     changes = {
@@ -291,7 +291,7 @@ def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path, sleeps):
     assert sorted(trained) == list(range(14 * 8))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
     """The kept checkpoint is the first one with the highest recorded reward, and has that step's weights."""
     changes = {"Recipe_dot_keep_best": 1, "Recipe_dot_save_every": 100, "rl__Phase_dot_eval_every": 1}
@@ -372,8 +372,9 @@ class SparesOnly:
         self.sampler, self.wanted, self.spares = runtime.sampler, wanted, spares
         self.endless = SamplerPolicy(runtime.sampler, SamplingParams(1.0, 900), 0)
         self.reference_answer, self.ended, self.release = ScriptedPolicy(plan.chat, 900), 0, None
+        self.version = self.endless.version
 
-    async def act(self, prompt_ids, episode, key, turn):
+    async def act(self, prompt_ids, episode, key, turn, min_version=0):
         if key.prompt_index < self.wanted:
             while self.sampler.load().running < self.spares:
                 await asyncio.sleep(0)
@@ -439,13 +440,15 @@ NEEDS_FILES = {
     "dlcot",
     "live_thinking_qwen3_0p6b",
     "lora",
+    "palette",
+    "palette_warm_up",
     "reward_model_ppo_qwen3_0p6b",
     "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
     "stagent",
     "think_j_offline",
     "think_j_qwen3_8b",
-}  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py and test_think_j.py; files of pipelines
+}  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py and test_think_j.py, or by test_docs.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {
     *ROOT.glob("rolljax/recipes/*/data.gin"),

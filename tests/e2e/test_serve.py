@@ -222,6 +222,73 @@ def test_stop_texts(client, chat):
     assert ended.token_ids[-1] == token and ended.finish_reason == "stop"
 
 
+# ---- other APIs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_api_samples_the_same(running, client, chat, stream):
+    """The same conversation, seed and settings give the same tokens; usage is counted the same."""
+    plain = talk(client, seed=5, max_tokens=20, extra=IDS)
+    ids, want = plain.prompt_token_ids, plain.choices[0]
+    asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 20, "extra_body": {"seed": 5}}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            events = list(events)
+        reply = events[-1].response
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == want.message.content
+    else:
+        reply = client.responses.create(**asked)
+    assert reply.output_text == want.message.content
+    ended = ("completed", None) if want.finish_reason == "stop" else ("incomplete", "max_output_tokens")
+    assert (reply.status, reply.incomplete_details and reply.incomplete_details.reason) == ended
+    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len(ids), len(want.token_ids))
+    body = {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}], "seed": 5, "stream": stream}
+    reply = running.post("/v1/messages?beta=true", body, **{"Authorization": "", "x-api-key": KEY})
+    if stream:
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+        said = "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
+        end, usage = events[-2]["delta"], events[-2]["usage"]
+    else:
+        (said,), end, usage = [b["text"] for b in reply.json()["content"]], reply.json(), reply.json()["usage"]
+    assert (said, end["stop_reason"]) == (want.message.content, "end_turn" if ended[0] == "completed" else "max_tokens")
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(ids)
+    assert running.post("/v1/messages/count_tokens", body | {"stream": False}).json() == {"input_tokens": len(ids)}
+    settings = {"max_tokens": 20, "seed": 5, "logprobs": 2, "n": 2}
+    body = {"token_ids": ids, "sampling_params": settings, "stream": stream, "cache_salt": "x", "request_id": "mine"}
+    reply = running.post("/inference/v1/generate", body)
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line not in ("", "data: [DONE]")]
+    parts = [json.loads(line) for line in lines]
+    choices = [c for p in parts for c in p["choices"] if c["index"] == 0]
+    assert {p["request_id"] for p in parts} == {"mine"}
+    assert sum((c["token_ids"] for c in choices), []) == want.token_ids
+    entries = [e for c in choices for e in c["logprobs"]["content"]]
+    assert [e["token"] for e in entries] == [f"token_id:{t}" for t in want.token_ids]
+    assert all(len(e["top_logprobs"]) == 2 for e in entries) and choices[-1]["finish_reason"] == want.finish_reason
+    assert sum((c["versions"] for c in choices), []) == [VERSION] * len(want.token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client(running, stream):
+    anthropic = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=running.url, api_key=KEY, max_retries=0) as client:
+        talk = {"model": "tiny", "max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
+        if stream:
+            with client.messages.stream(**talk) as events:
+                text, reply = "".join(events.text_stream), events.get_final_message()
+            assert text == "".join(b.text for b in reply.content)
+        else:
+            reply = client.messages.create(**talk)
+        assert reply.stop_reason in ("end_turn", "max_tokens") and 0 < reply.usage.output_tokens <= 20
+        for key, change, error in (
+            (KEY, {"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
+            (KEY, {"model": "gpt"}, anthropic.NotFoundError),
+            ("wrong", {}, anthropic.AuthenticationError),
+        ):
+            with pytest.raises(error) as e:
+                client.with_options(api_key=key).messages.create(**talk | change)
+            assert e.value.body["type"] == "error" and e.value.body["error"]["message"]
+
+
 # ---- token ids and log-probs, as training needs them
 
 
@@ -486,6 +553,10 @@ def test_other_refusals(running):
         (httpx2.get(f"{running.url}/metrics"), 401),
         (httpx2.get(f"{running.url}/nowhere"), 401),
         (running.post("/v1/completions", small, Authorization="bearer other"), 200),
+        (running.post("/v1/messages", {}), 400),
+        (running.post("/v1/messages", {}, **{"Authorization": "", "x-api-key": "wrong"}), 401),
+        (running.post("/v1/responses", {}), 400),
+        (running.post("/inference/v1/generate", {}), 400),
     ]:
         assert reply.status_code == status
         assert status == 200 or reply.json()["error"]["message"]

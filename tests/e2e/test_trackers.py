@@ -276,7 +276,7 @@ def test_the_process_that_wandb_starts_itself_may_die(folder, monkeypatch):
     assert {*range(4, 8)} <= found.keys() and trackers.row()["trackers/lost_n"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_whose_tracker_is_killed_equals_one_without(tmp_path, start):
     small = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 8}
     plain = start(arguments(tmp_path / "plain", **small))

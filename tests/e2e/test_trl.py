@@ -7,6 +7,7 @@ a group whose rewards are equal, and old log-probs so far away that clips cut on
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -23,9 +24,12 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.dr_grpo import DrGrpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.gspo import Gspo
+from rolljax.trainer.algorithms.kto import PairKto
 from rolljax.trainer.algorithms.ppo import Ppo
+from rolljax.trainer.algorithms.sdpo import Sdpo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
+from rolljax.trainer.contexts import solved_siblings
 from rolljax.trainer.credit.episodes import Episodes, apply_credit
 from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.kl import KlLoss
@@ -142,19 +146,22 @@ def trajectory(frozen, n):
         turns=tuple(turns),
         reward=float(frozen.rewards[n]),
         reward_parts={},
-        success=False,
+        success=bool(frozen.rewards[n] > 0),
         status="truncated" if frozen.truncated[n] else "ok",
     )
 
 
-def ours(model, params, algorithm, frozen, temperature=1.0):
-    """Return loss, gradient by tensor of the folder, and statistics of one update on the batch."""
+def ours(model, params, algorithm, frozen, temperature=1.0, shape=SHAPE, **more):
+    """Return loss, gradient by tensor of the folder, and statistics of one update on the batch.
+
+    more: further fields of `Episodes`, arrays `[T]` of each sequence.
+    """
     trainer = PhaseTrainer(
         mesh=MeshSpec().build(jax.devices()[:1]),
         model=model,
         algorithm=algorithm,
         optimizer=AdamW(),
-        shape=SHAPE,
+        shape=shape,
         steps=1,
         groups_per_step=GROUPS,
         temperature=temperature,
@@ -165,11 +172,14 @@ def ours(model, params, algorithm, frozen, temperature=1.0):
     episodes = Episodes.of(groups, limit_tok=LIMIT_TOK)
     padded = lambda rows: pad([x[s] for x, s in zip(rows, frozen.sampled, strict=True)], episodes.mask)  # noqa: E731
     given = {name: padded(getattr(frozen, name)) for name in ("trainer_logp", "ref_logp")}
+    given |= {name: padded(rows) for name, rows in more.items()}
     episodes = dataclasses.replace(episodes, **given, values=np.zeros((1, *episodes.mask.shape)))
+    samples = [[Sample.of(t) for t in group] for group in groups]
+    if algorithm.needs().context and not more:
+        episodes = trainer.compute_context_inputs(types.SimpleNamespace(params=params), samples, episodes)
     credit = algorithm.credit(episodes, {})
     if frozen.advantages is not None:
         credit = dataclasses.replace(credit, advantages=padded(frozen.advantages))
-    samples = [[Sample.of(t) for t in group] for group in groups]
     packed = trainer.pack(apply_credit(trainer.algorithm.needs(), samples, episodes, credit), algorithm.kl_coef)
     assert (packed.batch.segment_ids > 0).any(-1).sum() > 1
     update = jax.jit(lambda p, b: gradients(model, algorithm, p, b), compiler_options=QUICKER)
@@ -326,6 +336,30 @@ def test_conservative_dpo(folder, frozen, agree):
     frozen = only_answers(frozen)
     verdict = trl.conservative_dpo(folder, frozen, best_and_worst(frozen), beta=0.3, label_smoothing=0.2)
     agree(Dpo(beta=0.3, label_smoothing=0.2), frozen, verdict)
+
+
+def test_kto(folder, frozen, agree):
+    """Pairs taken apart, with an estimate of the KL that is not 0."""
+    frozen = dataclasses.replace(only_answers(frozen), group_size=2)
+    after_next = dataclasses.replace(frozen, prompts=frozen.prompts[2:] + frozen.prompts[:2])
+    own = trl.token_logp(folder, after_next)
+    reference = [x - 0.1 * np.abs(np.sin(np.arange(len(x)))).astype(np.float32) for x in own]
+    good = [n % 2 == 0 for n in range(len(frozen))]
+    settings = {"beta": 0.3, "desirable_weight": 0.7, "undesirable_weight": 1.3}
+    verdict = trl.kto(folder, frozen, good, reference, **settings)
+    without = trl.kto(folder, frozen, good, own, **settings)
+    assert abs(without.loss - verdict.loss) > 1e-4  # the reference point is at work
+    algorithm = PairKto(beta=0.3, good_weight=0.7, bad_weight=1.3)
+    agree(algorithm, frozen, verdict, context_logp=own, context_ref_logp=reference)
+
+
+@pytest.mark.slow
+def test_sdpo(folder, frozen, agree):
+    """The teacher's log-probs are the trainer's own, after the conversation of a solved sibling."""
+    frozen = only_answers(frozen)
+    frozen = dataclasses.replace(frozen, trainer_logp=trl.token_logp(folder, frozen))
+    shown = solved_siblings(frozen.rewards > 0, np.arange(len(frozen)) // GROUP_SIZE)
+    agree(Sdpo(), frozen, trl.sdpo(folder, frozen, shown.tolist()), shape=PackShape(6, 2, 48))
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_gradients_on_cpu_hold_less_than_a_quarter_beyond_storage(tmp_path):
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("head", ["bfloat16", "float32"])
 def test_gradients_on_tpu_hold_less_than_a_quarter_beyond_storage(head, tmp_path):
     storage, held = figures(tmp_path / "v5e.json", "--only", "v5e", "--way", "blocks", "--head", head)[head, "blocks"]

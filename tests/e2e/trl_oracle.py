@@ -118,6 +118,63 @@ def dpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], 
         return _verdict(trainer.model, trainer.compute_loss(trainer.model, inputs))
 
 
+def kto(
+    model_dir: Path, frozen: FrozenBatch, good: Sequence[bool], ref_next_logp: Sequence[np.ndarray], **settings: Any
+) -> Verdict:
+    """Compute `KTOTrainer`'s loss of every sequence, mean over them; its KL is that of the answers of one group after
+    the prompt of the next one.
+
+    Args:
+      good: label of each sequence. ref_next_logp: N arrays `[T]`, the reference's log-probs of its tokens after that
+        prompt. settings: of `KTOConfig`: `beta`, `desirable_weight`, `undesirable_weight`.
+    """
+    assert all(sampled.all() for sampled in frozen.sampled), "TRL's preferences know no observations"
+    rows = []
+    for n in range(len(frozen)):
+        before = (n - frozen.group_size) % len(frozen)
+        rows.append(
+            {
+                "prompt_ids": frozen.prompts[n].tolist(),
+                "completion_ids": frozen.completions[n].tolist(),
+                "KL_completion_ids": frozen.completions[before].tolist(),
+                "label": bool(good[n]),
+                "ref_logps": float(frozen.ref_logp[n].astype(np.float64).sum()),
+                "ref_KL_logps": float(ref_next_logp[before].astype(np.float64).sum()),
+            }
+        )
+    with _arguments(trl.KTOConfig, frozen, {"max_length": None} | settings) as args:
+        trainer = trl.KTOTrainer(
+            model=_model(model_dir),
+            ref_model=_model(model_dir),
+            args=args,
+            processing_class=_tokenizer(model_dir),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "p", "completion": "c", "label": True}] * 2),
+        )
+        trainer.precompute_ref_logps = True
+        return _verdict(trainer.model, trainer.compute_loss(trainer.model, trainer.data_collator(rows)))
+
+
+def sdpo(model_dir: Path, frozen: FrozenBatch, shown: Sequence[int]) -> Verdict:
+    """Compute `SDPOTrainer`'s loss of the sampled tokens, token mean over the sequences that are taught.
+
+    shown: the sequence that stands before each one's prompt when the teacher scores it; -1: it is not taught.
+    """
+    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+
+    model, losses = _model(model_dir), []
+    for n, other in enumerate(shown):
+        if other < 0:
+            continue
+        own, answer = [frozen.prompts[n], frozen.completions[n]], torch.from_numpy(frozen.completions[n])[None]
+        ids = [own, [frozen.prompts[other], frozen.completions[other], *own]]
+        logits = [model(torch.from_numpy(np.concatenate(x).astype(np.int64))[None]).logits for x in ids]
+        student, teacher = (x[:, -answer.shape[1] - 1 : -1] for x in logits)
+        losses.append(
+            compute_sampled_token_self_distillation_loss(student, teacher.detach(), answer, distillation_alpha=1.0)
+        )
+    return _verdict(model, torch.cat(losses, 1).mean())
+
+
 def conservative_dpo(
     model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], **settings: Any
 ) -> Verdict:

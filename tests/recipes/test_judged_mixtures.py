@@ -45,7 +45,7 @@ def judge(tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_judged_domain_gets_the_judges_reward_and_records_the_books(judge, tmp_path, capsys):
     short = [f"LocalModel.path = '{judge}'", "warm_start/Phase.steps = 1", "warm_start/Phase.prompts_per_step = 5"]
     short += [f"rl/Phase.{name}" for name in ("steps = 2", "eval_every = 2", "prompts_per_step = 10", "group_size = 4")]
@@ -67,7 +67,7 @@ def test_a_judged_domain_gets_the_judges_reward_and_records_the_books(judge, tmp
     assert all(f"domain/{name}/heldout_mean" in last for name in found)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_judge_has_a_verdict_on_every_labelled_answer_and_the_same_again(judge):
     """A training this short need not make the judge right."""
     mixture = cli.load_recipe(["rlvr_mixture"], [f"LocalModel.path = '{judge}'"]).value

@@ -11,6 +11,7 @@ An episode is a dict:
         teacher_logp           list over teachers of such lists
         reward: float, state: hashable, weight: float                    of the turn; 0, none and 1 if left out
         frozen_logp            what stop-gradients see; `logp` if left out (there for finite differences)
+    domain: str                name of the environment
     truncated: bool, success: bool, text: str, weight: float, teachers: list of bool (which teachers it is routed to)
 
 Algorithms return `Result(loss, grad, advantages)`; grad and advantages are lists over episodes of lists over the
@@ -102,8 +103,8 @@ def normalise(
     eps: float = 1e-6,
     ddof: int = 1,
 ) -> list[float]:
-    """Compute `(R - m) / (s + eps)`. centre: none, batch, group, leave_one_out or a number; scale: none, batch, group
-    or a number.
+    """Compute `(R - m) / (s + eps)`. centre: none, batch, group, leave_one_out or a number; scale: none, batch, group,
+    group_mean or a number.
 
     A group of one: 0 under "group" and "leave_one_out"; nothing is divided by the spread of one element.
     """
@@ -123,6 +124,9 @@ def normalise(
             m = float(centre)
         if scale == "none":
             out.append(value - m)
+            continue
+        if scale == "group_mean":
+            out.append((value - m) / (mean(group) + eps))
             continue
         sample = {"batch": values, "group": group}.get(str(scale))
         if sample is not None and len(sample) == 1:
@@ -398,6 +402,10 @@ def surrogate_of_token(
     negative: float = 1.0,
     tau: float = 0.1,
     unified_mask: bool = False,
+    divergence: str = "tv",
+    mask_low: float = math.inf,
+    mask_high: float = math.inf,
+    square: float = 0.0,
     good: bool | None = None,
     members: int = 1,
 ) -> Slopes:
@@ -416,6 +424,14 @@ def surrogate_of_token(
         if dual is not None and a < 0 and objective < dual * a:
             objective, slope = dual * a, 0.0
         return Slopes(-objective, -slope, 0.0)
+    if name == "dppo":
+        old, new = math.exp(anchor), math.exp(logp)
+        moved = abs(new - old)
+        if divergence == "kl":
+            moved = old * (anchor - logp) + (1 - old) * math.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        is_out = new > old and moved > mask_high if a > 0 else new < old and moved > mask_low
+        w, d = 0.0 if is_out else min(math.exp(log_ratio), cap), logp - anchor
+        return Slopes(-w * a * logp + square * d * d, 0.0, -w * a + 2 * square * d)
     if name == "kimi of sequences":  # tau/2 (sum of log-ratios)^2, in equal shares; log_ratio is their mean
         square = tau / 2 * members * log_ratio * log_ratio
         return Slopes(-a * logp + square, tau * members * log_ratio, -a)
@@ -654,6 +670,24 @@ def gspo(episodes: list[Episode], **options: Any) -> Result:
 
 def cispo(episodes: list[Episode], **options: Any) -> Result:
     return outcome(episodes, **with_defaults(options, surrogate="cispo", clip_low=0.1, clip_high=0.1))
+
+
+def dppo(episodes: list[Episode], max_tokens: int, **options: Any) -> Result:
+    """Compute Dr. GRPO's advantages and sums under DPPO's loss."""
+    constant = float(len(episodes) * max_tokens)
+    defaults = {"mask_low": 0.15, "mask_high": 0.15, "cap": 10.0, "surrogate": "dppo"}
+    sums = {"scale": "none", "aggregation": "seq-sum-norm", "constant": constant}
+    return outcome(episodes, **with_defaults(options, **sums, **defaults))
+
+
+def gdpo(episodes: list[Episode], weights: dict[str, float], **options: Any) -> Result:
+    """Compute `A = sum of w_k (part_k - mean) / std` in the group, whitened over all tokens."""
+    groups = [e["group"] for e in episodes]
+    scores = [0.0] * len(episodes)
+    for name, weight in weights.items():
+        values = normalise([float(e["parts"].get(name, 0.0)) for e in episodes], groups)
+        scores = [s + weight * v for s, v in zip(scores, values, strict=True)]
+    return outcome(episodes, **with_defaults(options, rewards=scores, centre="none", scale="none", whitened=True))
 
 
 def topr(episodes: list[Episode], **options: Any) -> Result:
@@ -1075,6 +1109,38 @@ def opd(
     return policy_loss(episodes, advantages, **with_defaults(options, surrogate="vanilla", keep=keep))
 
 
+def sdpo(episodes: list[Episode], reward_coef: float = 0.0, student: str = "sampler_logp", **options: Any) -> Result:
+    """Compute `A_t = teacher - student` where another episode of the group is solved, the teacher being
+    `context_logp`; plus `reward_coef` times the normalised outcome. Pure: the others are left out."""
+    outcomes = normalise([float(e["reward"]) for e in episodes], [e["group"] for e in episodes])
+    advantages, keep = [], []
+    for n, e in enumerate(episodes):
+        shown = any(o["success"] and o["group"] == e["group"] and m != n for m, o in enumerate(episodes))
+        row = [reward_coef * outcomes[n]] * length(e)
+        if shown:
+            row = [a + q - p for a, q, p in zip(row, flat(e, "context_logp"), flat(e, student), strict=True)]
+        advantages.append(row)
+        keep.append(shown or reward_coef > 0)
+    return policy_loss(episodes, advantages, **with_defaults(options, surrogate="vanilla", keep=keep))
+
+
+def spiral(
+    episodes: list[Episode], roles: tuple[str, str] = ("first", "second"), decay: float = 0.95, **options: Any
+) -> Result:
+    """Compute `A = +-R - b` of the two roles, whose turns alternate; b the moving averages of the roles' returns over
+    all episodes of the domain, one after the other, from 0 on."""
+    averages: dict[tuple[str, str], float] = {}
+    for e in episodes:
+        for role, outcome in zip(roles, (e["reward"], -e["reward"]), strict=True):
+            of_role = (e["domain"], role)
+            averages[of_role] = decay * averages.get(of_role, 0.0) + (1 - decay) * outcome
+    advantages = []
+    for e in episodes:
+        of_roles = [(x - averages[e["domain"], r]) for r, x in zip(roles, (e["reward"], -e["reward"]), strict=True)]
+        advantages.append([of_roles[k % 2] for k in turn_ids(e)])
+    return policy_loss(episodes, advantages, **with_defaults(options, surrogate="vanilla"))
+
+
 # --- supervised -----------------------------------------------------------------------------------------------------
 
 
@@ -1132,6 +1198,31 @@ def best_and_worst(episodes: list[Episode]) -> list[tuple[int, int]]:
         if episodes[best]["reward"] > episodes[worst]["reward"]:
             pairs.append((best, worst))
     return pairs
+
+
+def kto(
+    episodes: list[Episode],
+    beta: float = 0.1,
+    good_weight: float = 1.0,
+    bad_weight: float = 1.0,
+    good: list[bool] | None = None,
+    policy: str = "trainer_logp",
+    reference: str = "ref_logp",
+) -> Result:
+    """Average `lambda (1 - sigmoid(+-beta (r - z)))` over answers: r the summed log-ratio to the reference, z the mean
+    over answers of the sums of `policy - reference`, at least 0. good: None is what is solved. Advantages: +-1."""
+    good = [bool(e["success"]) for e in episodes] if good is None else good
+    gaps = [math.fsum(flat(e, policy)) - math.fsum(flat(e, reference)) for e in episodes]
+    z = max(mean(gaps), 0.0)
+    loss, grad, labels = 0.0, like(episodes, 0.0), like(episodes, 0.0)
+    for n, (e, up) in enumerate(zip(episodes, good, strict=True)):
+        side, weight = (1.0, good_weight) if up else (-1.0, bad_weight)
+        r = math.fsum(flat(e, "logp")) - math.fsum(flat(e, "ref_logp"))
+        value = sigmoid(side * beta * (r - z))
+        loss += weight * (1 - value) / len(episodes)
+        grad[n] = [-side * beta * weight * value * (1 - value) / len(episodes)] * length(e)
+        labels[n] = [side] * length(e)
+    return Result(loss, grad, labels)
 
 
 def dpo(

@@ -42,7 +42,11 @@ def test_domains_have_names_of_their_own():
 def test_names_say_their_unit_and_ranges_are_in_order():
     units = {"s": "s", "frac": "share", "tok": "tokens", "nat": "nats", "ratio": "ratio", "ver": "versions"}
     for name, metric in metrics.NAMES.items():
-        assert name.removeprefix("domain/NAME").count("/") == 1 and metric.low < metric.high and metric.meaning, name
+        assert (
+            name.removeprefix("domain/NAME").removeprefix("sampler/NAME").count("/") == 1
+            and metric.low < metric.high
+            and metric.meaning
+        ), name
         suffix = name.rsplit("_", 1)[-1] if "_" in name else ""
         if suffix in units and not name.endswith("tok_s"):
             assert metric.unit == units[suffix], name

@@ -1,23 +1,18 @@
-"""The connection of this process to a Ray cluster. It has one owner, however many pools use it, and each pool has its
-share of the cluster's CPUs.
+"""The shares of this process's pools in the CPUs of a Ray cluster.
 
-The first pool connects, and the last one that leaves disconnects; a connection that the program made itself is used and
-left alone. A pool with a number of workers of its own (`PoolConfig.workers`) has what these ask for. The others divide
-what is left evenly, and again whenever a pool joins or leaves: no actor of one pool waits for CPUs that idle actors of
-another hold.
+A pool with a number of workers of its own (`PoolConfig.workers`) has what these ask for. The others divide what is left
+evenly, and again whenever a pool joins or leaves: no actor of one pool waits for CPUs that idle actors of another hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import signal
 import threading
 from collections.abc import Sequence
 
-from rolljax.concurrency import signals
+from rolljax.concurrency.ray_connection import CONNECTION
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.errors import ConfigError, needed
+from rolljax.errors import ConfigError
 
 LEAST_CPUS = 0.1
 """Lower bound for `PoolConfig.ray_cpus_per_worker` when the number of actors is computed."""
@@ -63,54 +58,40 @@ class RayCluster:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: list[Share] = []
-        self._connected_to: str | None = None  # None: not connected, or connected by the user's program
 
     def join(self, cfg: PoolConfig) -> Share:
         """Connect unless a connection exists, and return a share, which changes when other pools join or leave.
 
         Raises:
-          ConfigError: Ray is not installed, another pool has connected to another cluster, or no CPU is left.
+          ConfigError: no CPU is left, or see `RayConnection.join`. InfraError: no cluster is there.
         """
-        with needed("ray", "PoolConfig.where = 'ray'", install="rolljax[ray]", otherwise="set it to 'process'"):
-            import ray
+        CONNECTION.join(cfg.ray_address, "PoolConfig.ray_address", "PoolConfig.where = 'ray'", "set it to 'process'")
+        share = Share(cfg)
         with self._lock:
-            if self._connected_to is not None and cfg.ray_address not in ("", self._connected_to):
-                raise ConfigError(
-                    f"is not the cluster that another pool uses ({self._connected_to or 'a new one on this host'})",
-                    setting="PoolConfig.ray_address",
-                    value=cfg.ray_address,
-                    remedy="one process uses one cluster: give all pools the same address",
-                )
-            if not ray.is_initialized():
-                with signals.restored(signal.SIGTERM):  # Ray's handler exits at once; a run must save first
-                    ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
-                self._connected_to = cfg.ray_address
-            share = Share(cfg)
             try:
-                divide(ray.cluster_resources().get("CPU", 1.0), [*self._shares, share])
+                divide(_processors(), [*self._shares, share])
             except ConfigError:
-                self._disconnect_unless_used()
+                CONNECTION.leave()
                 raise
             self._shares.append(share)
-            return share
+        return share
 
     def leave(self, share: Share) -> None:
-        """Give up a pool's share. The last pool to leave disconnects from the cluster if a pool had connected."""
+        """Give up a pool's share, and its use of the connection."""
         import ray
 
         with self._lock:
             self._shares.remove(share)
             if self._shares and ray.is_initialized():
-                divide(ray.cluster_resources().get("CPU", 1.0), self._shares)
-            self._disconnect_unless_used()
+                divide(_processors(), self._shares)
+        CONNECTION.leave()
 
-    def _disconnect_unless_used(self) -> None:
-        if not self._shares and self._connected_to is not None:
-            import ray
 
-            ray.shutdown()
-            self._connected_to = None
+def _processors() -> float:
+    import ray
+
+    return float(ray.cluster_resources().get("CPU", 1.0))
 
 
 CLUSTER = RayCluster()
-"""The cluster connection of this process."""
+"""The cluster of this process's pools."""

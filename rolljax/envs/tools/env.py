@@ -19,7 +19,7 @@ from rolljax.envs.tools.base import ToolCall, ToolLimits, ToolResult, Tools, Too
 from rolljax.envs.tools.parsers import PARSERS, Parser
 from rolljax.envs.tools.repeats import repeated
 from rolljax.errors import ConfigError, EnvError
-from rolljax.types import Message, Task
+from rolljax.types import Key, Message, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,9 @@ class ToolEnv(EnvSpec):
 
     def reference(self, task: Task) -> str | None:
         return self.inner.reference(task)
+
+    def form(self, task: Task, key: Key) -> Task:
+        return self.inner.form(task, key)
 
     def warm(self) -> None:
         self.inner.warm()

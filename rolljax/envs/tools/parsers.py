@@ -1,4 +1,4 @@
-"""Tool calls in the text of a policy, in the four ways that models are taught to write them.
+"""Tool calls in the text of a policy, in the ways that models are taught to write them.
 
 `PARSERS` holds one reader per format. All skip `<think>...</think>` and take time linear in the text.
 A call that cannot be parsed is a `ToolCall` with a `problem`.
@@ -32,11 +32,18 @@ class Parser(abc.ABC):
 
     style: ClassVar[str] = "lines"
     """Default form of the description of tools (`ToolEnv.style`)."""
+    tag: ClassVar[str] = "<tool_call>"
+    """The beginning of each call in the formats of chat templates."""
     how: ClassVar[str]
     """Sentence that tells the policy how to write a call."""
 
     def parse(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[ToolCall]:
-        """Yield the calls in `text`, in order. A text without a call yields none.
+        """Yield the calls in `text`, in order. A text without a call yields none; see `scan`."""
+        for _, _, call in self.scan(text, specs):
+            yield call
+
+    def scan(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, ToolCall]]:
+        """Yield start, end and call of each call in `text`, in order.
 
         Thoughts may have been opened by the chat template: text before a first `</think>` without an opening tag is a
         thought too.
@@ -55,7 +62,7 @@ class Parser(abc.ABC):
             else:
                 calls += 1
                 call, position = self.read(text, found, specs)
-                yield call
+                yield found.start(), position, call
 
     @abc.abstractmethod
     def opening(self, specs: Sequence[ToolSpec]) -> str:
@@ -96,9 +103,7 @@ class Hermes(Parser):
         if found[0] != "<tool_call>":
             return ToolCall("", problem="</tool_call> without <tool_call> before it"), start
         try:
-            value, end = json_at(text, start)
-            if end - start > MAX_CALL:
-                raise ValueError(f"it is longer than {MAX_CALL} characters")
+            value, end = _bounded_json(text, start)
         except ValueError as e:
             problem = f"what stands after <tool_call> is not a JSON object: {e}"
             return ToolCall("", problem=problem), self._behind(text, start)
@@ -120,6 +125,71 @@ class Hermes(Parser):
 _CLOSE = re.compile(r"\s*(</tool_call>|\Z)")
 
 
+class QwenXml(Parser):
+    """`<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`, as Qwen3-Coder writes it. Values of
+    arguments that the schema does not call strings are JSON."""
+
+    style = "json"
+    how = (
+        "To call a tool, write its name and each argument in tags of their own, with a pair of outer tags per call:\n"
+        "<tool_call>\n<function=...>\n<parameter=...>\n...\n</parameter>\n</function>\n</tool_call>"
+    )
+    _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>")
+    _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>")
+    _END = re.compile(r"\s*</function>\s*(</tool_call>|\Z)")
+
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        return "<tool_call>"
+
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        function = self._FUNCTION.match(text, found.end())
+        if not function:
+            return ToolCall("", problem="after <tool_call> there must be <function=...>"), found.end()
+        name, position = function[1], function.end()
+        schemas = next((s.parameters for s in specs if s.name == name), {})
+        arguments: dict[str, Any] = {}
+        while opened := self._PARAMETER.match(text, position):
+            end = text.find("</parameter>", opened.end())
+            if end < 0:
+                return ToolCall(name, problem=f"{opened[0].strip()} is not closed"), len(text)
+            if opened[1] in arguments:
+                return ToolCall(name, problem=f"argument {opened[1]!r} is given twice"), end
+            value = text[opened.end() : end].removeprefix("\n").removesuffix("\n")
+            arguments[opened[1]] = self._value(value, schemas.get(opened[1], {}))
+            position = end + len("</parameter>")
+        closed = self._END.match(text, position)
+        if not closed:
+            return ToolCall(name, problem="after the arguments there must be </function> and </tool_call>"), position
+        if closed.end() - found.start() > MAX_CALL:
+            return ToolCall(name, problem=f"it is longer than {MAX_CALL} characters"), closed.end()
+        return ToolCall(name, arguments), closed.end()
+
+    @staticmethod
+    def _value(text: str, schema: Mapping[str, Any]) -> Any:
+        if schema.get("type", "string") == "string":
+            return text
+        try:
+            return read_json(text)
+        except ValueError:
+            return text  # which the check of the arguments names
+
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+        lines = [f"<parameter={k}>\n{v}\n</parameter>" for k, v in values.items()]
+        call = "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
+        if [(c.name, c.arguments) for c in self.parse(call, specs)] != [(name, dict(arguments))]:
+            raise ValueError(f"{name}: this format cannot write these arguments")
+        return call
+
+
+def _bounded_json(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value at `start`, and where it ends. Raises `ValueError` if there is none, or a too long one."""
+    value, end = json_at(text, start)
+    if end - start > MAX_CALL:
+        raise ValueError(f"it is longer than {MAX_CALL} characters")
+    return value, end
+
+
 def _call_of(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", problem='a call is a JSON object like {"name": "...", "arguments": {...}}')
@@ -132,6 +202,33 @@ def _call_of(value: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(value["name"], problem='"arguments" must be a JSON object')
     return ToolCall(value["name"], arguments)
+
+
+class LlamaJson(Parser):
+    """`{"name": "f", "parameters": {...}}` at the beginning of a line, as Llama 3.1 and later ones write it."""
+
+    style = "json"
+    tag = "{"
+    how = (
+        "To call a tool, write a JSON object with its name and its arguments, alone on a line:\n"
+        '{"name": "...", "parameters": {...}}'
+    )
+
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        return r'^[ \t]*(?=\{\s*"name"\s*:)'
+
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        start = found.end()
+        try:
+            value, end = _bounded_json(text, start)
+        except ValueError as e:
+            return ToolCall("", problem=f"it is not a JSON object: {e}"), start + 1
+        if not {"parameters", "arguments"} & value.keys():
+            return ToolCall("", problem='it has no "parameters"'), end
+        return _call_of(value), end
+
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
 
 
 class _Body(Parser):
@@ -310,5 +407,12 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     return text
 
 
-PARSERS: Mapping[str, Parser] = {"hermes": Hermes(), "fenced": Fenced(), "tags": Tags(), "compact": Compact()}
+PARSERS: Mapping[str, Parser] = {
+    "hermes": Hermes(),
+    "qwen_xml": QwenXml(),
+    "llama_json": LlamaJson(),
+    "fenced": Fenced(),
+    "tags": Tags(),
+    "compact": Compact(),
+}
 """Format -> its parser."""

@@ -133,7 +133,8 @@ class AgentHost:
             asking.cancel()
 
     def _start(self, session: Session) -> AgentProcess:
-        variables = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": session.key}
+        variables = {"OPENAI_BASE_URL": self.url, "ANTHROPIC_BASE_URL": self.url.removesuffix("/v1")}
+        variables |= {"OPENAI_API_KEY": session.key, "ANTHROPIC_API_KEY": session.key}
         worker = AgentProcess(self.program, {} if self.program.reuse else variables)
         self._workers.add(worker)
         return worker
@@ -157,7 +158,10 @@ class AgentRollouts(Rollouts):
         await self.host.open()
         program, key, sessions = self.host.program, builder.key, self.host.sessions
         address = (self.policy.seed % 2**31, key.stream, key.prompt_index, key.sibling)
-        session = sessions.open(SessionRules(self.policy.params, address, program.max_calls, program.max_restarts))
+        rules = SessionRules(
+            self.policy.params, address, program.max_calls, program.max_restarts, min_version=builder.version
+        )
+        session = sessions.open(rules)
         name = f"{key.stream}-{key.prompt_index}-{key.sibling}"
         answer = ""
         failure: EnvError | OutOfTime | None = None
@@ -233,4 +237,5 @@ def _turn(call: Call) -> Turn:
         restart=restart,
         experts=sampled.experts,
         alternatives=sampled.alternatives,
+        sampler=sampled.sampler,
     )

@@ -11,7 +11,7 @@ from rolljax.errors import ConfigError, Range, check_fields
 
 @dataclasses.dataclass(frozen=True)
 class AgentProgram:
-    """A program that plays the episodes of an environment with a model it reaches over OpenAI's API."""
+    """A program that plays the episodes of an environment with a model it reaches over OpenAI's or Anthropic's API."""
 
     command: tuple[str, ...]
     """Command line to run; a leading `python` means the interpreter that runs the training."""
@@ -20,7 +20,7 @@ class AgentProgram:
     that you trust."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables that the program gets in addition to `PATH`, `HOME`, `VIRTUAL_ENV`, `LD_LIBRARY_PATH`, the
-    language, the time zone, the temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`."""
+    language, the time zone, the temporary folder, `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the same of `ANTHROPIC`."""
     reuse: bool = False
     """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
     concurrency: Annotated[int, Range(low=1)] = 8

@@ -55,7 +55,7 @@ class BrokenTests(Exception):
     """The trusted tests themselves cannot be loaded."""
 
 
-class Remote:
+class CandidateObject:
     """An object that stays with the candidate: it can be passed back. A test that uses or compares its value fails."""
 
     def __init__(self, number: int, kind: str, candidate: Candidate) -> None:
@@ -83,7 +83,7 @@ class Candidate:
         self.channel = channel
         self.answers = self.expected = 0
         self.lost = ""
-        self.remotes: dict[int, Remote] = {}
+        self.remotes: dict[int, CandidateObject] = {}
         self.failures: list[Failed] = []
 
     def lose(self, why: str) -> NoReturn:
@@ -138,22 +138,22 @@ class Candidate:
         call.__name__ = call.__qualname__ = name
         return call
 
-    def maker(self, name: str) -> Callable[..., Remote]:
+    def maker(self, name: str) -> Callable[..., CandidateObject]:
         """Return another name of the candidate, such as a class for making arguments; a call of it returns a handle of
         the object."""
 
-        def make(*args: Any, **kwargs: Any) -> Remote:
+        def make(*args: Any, **kwargs: Any) -> CandidateObject:
             made = self.call(name, args, kwargs, opaque=True)
-            return made if type(made) is Remote else self.lose("the candidate breaks the protocol")
+            return made if type(made) is CandidateObject else self.lose("the candidate breaks the protocol")
 
         make.__name__ = make.__qualname__ = name
         return make
 
-    def remote(self, number: Any, kind: Any) -> Remote:
-        return self.remotes.setdefault(int(number), Remote(int(number), str(kind)[:50], self))
+    def remote(self, number: Any, kind: Any) -> CandidateObject:
+        return self.remotes.setdefault(int(number), CandidateObject(int(number), str(kind)[:50], self))
 
     def number_of(self, value: object) -> tuple[int, str]:
-        if type(value) is not Remote:
+        if type(value) is not CandidateObject:
             raise TypeError(f"{type(value).__name__} cannot be sent to a candidate")
         return value._number, value._kind
 

@@ -21,6 +21,7 @@ from rolljax.model.moe import Load
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.contexts import Context
 from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import PolicySource
@@ -60,6 +61,9 @@ class Needs:
     """Further reference policy that scores every sampled token."""
     teachers: tuple[PolicySource, ...] = ()
     """Reference policies, used as teachers, that score every sampled token."""
+    context: Context | None = None
+    """Another prompt under which the policy (by the weights at the start of the step) and `ref` score every sampled
+    token."""
     divergence: DivergenceTerm | None = None
     """A reference policy whose full next-token distribution the objective is compared with, inside the update."""
     critics: Critic | None = None
@@ -68,6 +72,8 @@ class Needs:
     """Statistics of the policy's attention maps."""
     rewards: bool = False
     """The objective asks which trajectories were rewarded; credit hands them on."""
+    reference_points: bool = False
+    """The objective measures log-ratios from a point that credit computes."""
 
     @property
     def references(self) -> tuple[PolicySource, ...]:
@@ -79,7 +85,7 @@ class Needs:
     def forward_passes(self) -> bool:
         """Return whether models must look at a step's samples before its first update."""
         logprobs = self.trainer_logp or self.ref or self.scorer or self.teachers
-        return bool(logprobs or self.critics or self.attention)
+        return bool(logprobs or self.context or self.critics or self.attention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,8 @@ class Algorithm(abc.ABC):
     """Critics have to be smaller than the policy, where their shape is given."""
     unsplit_groups: ClassVar[bool] = False
     """The loss relates members of a group, so that a group must not be split over rows."""
+    matches_contexts: ClassVar[bool] = False
+    """Credit compares turns of siblings that have the same context before them."""
     paper: ClassVar[Mapping[str, Stated]] = {}
     """The paper's values for this class's settings; not inherited by subclasses."""
 

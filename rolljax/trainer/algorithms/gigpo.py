@@ -30,6 +30,7 @@ class GiGpo(NormalisedReward, ClippedRatio, PolicyGradient):
     gamma: float = 0.95
     """Discount per turn."""
 
+    matches_contexts: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", "arXiv 2505.10978, equation 3"),
         "std": Stated("group", f"arXiv 2505.10978, equation 3 (either); {SCRIPT}: mode=mean_std_norm"),

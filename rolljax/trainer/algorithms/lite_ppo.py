@@ -12,7 +12,20 @@ from rolljax.errors import ConfigError
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import Std
-from rolljax.trainer.paper import Stated
+from rolljax.trainer.paper import Reproduction, Stated
+
+REPRODUCTION = Reproduction(
+    paper="2508.08221",
+    name="Tricks or Traps",
+    claim="two tricks beat GRPO and DAPO on base models",
+    there="Lite PPO above both",
+    here="steadier gradients than GRPO, and hard prompts learned better",
+    state="partly",
+    seeds=5,
+    config="quickstart",
+    figure="docs/effects.png",
+    why="on a table of logits; not compared with DAPO, nor on base models",
+)
 
 
 @dataclasses.dataclass(frozen=True)

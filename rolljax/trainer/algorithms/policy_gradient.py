@@ -308,12 +308,18 @@ class NormalisedReward:
     or the other members of the group (`leave_one_out`)."""
     std: credits.Std = "group"
     """Scope of the standard deviation that rewards are divided by: nothing, the group, the batch, or all steps so far
-    (`running`)."""
+    (`running`). `group_mean`: they are divided by the group's mean instead (`maxrl.MaxRl`)."""
+    split_by: str = ""
+    """Name of a part of the reward; members of a group are only compared with members of the same value of it.
+    Complementary RL (arXiv 2603.17621) splits groups into those with and without an experience. Empty: no split."""
 
     def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         """Return prepared rewards `[N]`, normalised."""
         running = _running(algorithm_state) if "running" in (self.mean, self.std) else None
-        return credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
+        groups = e.groups
+        if self.split_by:
+            groups = credits.split_groups(groups, np.array([parts.get(self.split_by, 0.0) for parts in e.parts]))
+        return credits.normalise(rewards, groups, mean=self.mean, std=self.std, running=running)
 
     def remember(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> AlgorithmState:
         """Add the rewards to the moments of all steps so far, if the settings use them."""
@@ -324,7 +330,7 @@ class NormalisedReward:
 
     def uses_groups(self) -> bool:
         """Return whether members of a group are each other's baseline, so that a group of one has no signal."""
-        return self.mean in ("group", "leave_one_out") or self.std == "group"
+        return self.mean in ("group", "leave_one_out") or self.std in ("group", "group_mean")
 
 
 @dataclasses.dataclass(frozen=True)

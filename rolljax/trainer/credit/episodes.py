@@ -33,12 +33,14 @@ class Episodes:
     is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none. turn_rewards, turn_weights,
     states [N, K]: reward and supervised weight of every turn, and a hash of the context before it. num_turns [N]. cut
     [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
-    texts, domains [N]: text of all answers, name of the environment. sampler_logp [N, T]: behaviour log-probs. expert
-    [N, T]: tokens that were replayed, not sampled. expert_turns [N]: turns of the full episode they come from.
+    texts, domains, parts [N]: text of all answers, name of the environment, named parts of the reward. sampler_logp [N,
+    T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. expert_turns [N]: turns of the full
+    episode they come from.
 
     The other arrays exist if the algorithm requested them (`Needs`): trainer_logp, recomputed before the step's first
     update (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp
-    [S, N, T]; values [M, N, T] of the state before the token;
+    [S, N, T]; context_logp and context_ref_logp, of the policy and the reference after another prompt
+    (`trainer.contexts`); values [M, N, T] of the state before the token.
     """
 
     rewards: np.ndarray
@@ -54,6 +56,7 @@ class Episodes:
     success: np.ndarray
     texts: tuple[str, ...]
     domains: tuple[str, ...]
+    parts: tuple[Mapping[str, float], ...]
     sampler_logp: np.ndarray
     expert: np.ndarray
     expert_turns: np.ndarray
@@ -66,6 +69,8 @@ class Episodes:
     ref_logp: np.ndarray | None = None
     scorer_logp: np.ndarray | None = None
     teacher_logp: np.ndarray | None = None
+    context_logp: np.ndarray | None = None
+    context_ref_logp: np.ndarray | None = None
     values: np.ndarray | None = None
     waad: np.ndarray | None = None
     """Attention statistic WAAD of the tokens."""
@@ -138,6 +143,7 @@ class Episodes:
             success=np.array([t.success for t in every], bool),
             texts=tuple("\n".join(turn.text for turn in t.turns) for t in every),
             domains=tuple(t.task.env for t in every),
+            parts=tuple(t.reward_parts for t in every),
             sampler_logp=logp,
             expert=expert,
             expert_turns=np.array([t.expert.turns if t.expert else len(t.turns) for t in every], np.int64),
@@ -154,7 +160,8 @@ class Credit:
     denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all). returns [N, T]:
     targets of the critics. critic_weights [M, N, T]: weight of each token in each critic's loss (None: 1).
     entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
-    its tokens, for objectives that treat good and bad trajectories differently (None: not requested).
+    its tokens, for objectives that treat good and bad trajectories differently (None: not requested). reference_points
+    [N, T]: log-ratio from which the trajectory's own is measured (None: not requested).
     """
 
     advantages: np.ndarray
@@ -165,6 +172,7 @@ class Credit:
     critic_weights: np.ndarray | None = None
     entropy_weights: np.ndarray | None = None
     rewards: np.ndarray | None = None
+    reference_points: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Metrics by name."""
     algorithm_state: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -187,7 +195,7 @@ def apply_credit(
     """
     trained = credit.trained(episodes.mask)
     columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": trained}
-    optional = {n: getattr(credit, n) for n in ("weights", "entropy_weights", "rewards")}
+    optional = {n: getattr(credit, n) for n in ("weights", "entropy_weights", "rewards", "reference_points")}
     if needs.trainer_logp:
         optional |= {"trainer_logp": episodes.required("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
     if needs.ref:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 Mean = Literal["none", "batch", "group", "leave_one_out", "running"]
-Std = Literal["none", "batch", "group", "running"]
+Std = Literal["none", "batch", "group", "group_mean", "running"]
 Shard = Literal["response", "prompt"]
 _ROUNDING = 1e-12  # values this close to each other, relative to their size, are equal
 
@@ -109,7 +109,7 @@ def normalise(
 
     mean and std "group": GRPO (arXiv 2402.03300). mean "group", std "none": Dr. GRPO (arXiv 2503.20783). mean
     "leave_one_out", std "none": RLOO (arXiv 2402.14740). mean and std "batch": REINFORCE++. mean "group", std "batch":
-    Lite PPO.
+    Lite PPO. mean "group", std "group_mean" (divide by the group's mean): MaxRL (arXiv 2602.02710).
 
     A group of one has nothing to compare with: its centred value is 0. A standard deviation of 0 (one value, or all
     equal) does not divide.
@@ -139,10 +139,18 @@ def normalise(
         centred = centred * (group.size_N / np.maximum(group.size_N - 1, 1))
     if std == "none":
         return centred if centred is not values else values.copy()
-    spread_N = (
-        np.full(len(values), past.std) if std == "running" else (batch if std == "batch" else group).std(values, ddof)
-    )
+    if std == "running":
+        spread_N = np.full(len(values), past.std)
+    elif std == "group_mean":
+        spread_N = group.mean(values)
+    else:
+        spread_N = (batch if std == "batch" else group).std(values, ddof)
     return centred / np.where(spread_N > 0, spread_N + eps, 1.0)
+
+
+def split_groups(groups_N: np.ndarray, values_N: np.ndarray) -> np.ndarray:
+    """Return ids of finer groups, int `[N]`: members of a group with equal values stay together."""
+    return np.unique(np.stack([groups_N, values_N]), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def clean(values_NT: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:

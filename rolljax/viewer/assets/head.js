@@ -14,7 +14,8 @@ export function head(run, tab) {
   return h('div', {class: 'head'},
     h('div', {class: 'facts'}, h('h1', {}, run.name), standing(run),
       run.heldout.length ? h('span', {class: 'fact'}, h('span', {class: 'what'}, 'held-out reward'), heldout(run)) : null,
-      h('span', {class: 'fact'}, h('span', {class: 'what'}, 'time'), seconds(run.wall_s))),
+      h('span', {class: 'fact'}, h('span', {class: 'what'}, 'time'), seconds(run.wall_s)),
+      run.restarts.length ? h('span', {class: 'fact', title: run.restarts.join('; ')}, h('span', {class: 'what'}, 'restarts'), String(run.restarts.length)) : null),
     run.damaged.length ? h('p', {class: 'fault'}, `damaged, and left out here: ${run.damaged.join('; ')}`) : null,
     tabs);
 }

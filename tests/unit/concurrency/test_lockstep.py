@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from multiprocessing.connection import Client, Listener
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from rolljax.concurrency import lockstep
 from rolljax.concurrency.lockstep import SINGLE_PROCESS, Follower, Leader
-from rolljax.errors import ConfigError, InfraError, RolljaxError, TrainerError
+from rolljax.errors import ConfigError, InfraError, RolljaxError, StorageError, TrainerError
 from rolljax.run.folder import RunFolder
 
 KEY = b"key"
@@ -148,6 +149,27 @@ def test_a_handshake_waits_for_all(pair):
         thread.join(WAIT_S)
 
 
+def test_the_leader_collects_what_all_say(pair):
+    leader, followers, connections = pair
+    for round_of in ("a", "b"):
+        for i, follower in enumerate(followers):
+            assert follower.collect("read", f"{round_of}{i}") == []
+        assert sorted(leader.collect("read", round_of)) == [round_of, f"{round_of}0", f"{round_of}1"]
+    shut(connections[0])
+    with pytest.raises(InfraError, match="process 1 ended before"):
+        leader.collect("read", "")
+
+
+def test_a_process_with_nothing_to_save_ends_at_once(exits):
+    ours, theirs = multiprocessing.Pipe()
+    follower = Follower(theirs, at_once=True)
+    ours.close()
+    until_lost(follower)
+    while not exits:
+        time.sleep(0.01)
+    assert exits == [InfraError.exit_code]
+
+
 def test_whoever_is_told_to_stop_tells_the_leader(pair):
     leader, followers, _ = pair
     assert not leader.should_stop(lambda: False)()
@@ -178,6 +200,16 @@ def test_a_failure_of_a_follower_is_the_leaders(pair):
         raise ConfigError("is odd", setting="A.b")
     until_lost(leader)
     with pytest.raises(InfraError, match="process 1 failed: A.b is odd"):
+        leader.should_stop(lambda: False)()
+
+
+def test_an_error_of_another_thread_of_a_follower_ends_it_and_is_the_leaders(pair):
+    leader, followers, _ = pair
+    threading.Thread(target=followers[1].fail, args=(StorageError("weights cannot be written"),)).start()
+    with pytest.raises(StorageError), followers[1].guard():
+        followers[1].serve(print)
+    until_lost(leader)
+    with pytest.raises(InfraError, match="process 2 failed: weights cannot be written"):
         leader.should_stop(lambda: False)()
 
 

@@ -601,7 +601,7 @@ def test_asynchronous_training_warns_where_nothing_corrects_for_it():
             a.correction is None and not (a.uses_ratio() and a.anchor == "behaviour") for a in algorithms
         ), cls.__name__
         (warned if found else corrects).add(cls.__name__)
-    assert warned == {"Opd", "Reinforce", "Rloo", "TurnReinforce"}
+    assert warned == {"Opd", "Reinforce", "Rloo", "Sdpo", "Spiral", "TurnReinforce"}
     assert {"Grpo", "Ppo", "Tis", "Cispo", "Topr", "DecoupledPpo", "Ipa", "Kimi", "Gspo", "Rft", "Dpo"} < corrects
 
 

@@ -380,8 +380,9 @@ def test_environments_that_run_in_the_trainer_answer_anything_at_once(name):
 def test_who_reads_in_the_trainer():
     """What stays inline is ours, bounded and tested above; a class that says nothing runs in a worker process."""
     inline = {name for name in GAMES if make_spec(name).runs == "inline"}
-    games = {"frozen_lake", "sokoban", "guess_number", "countdown", "mastermind", "key_door", "key_door_chain", "house"}
-    assert inline == games | {"shop", "calculator", "digit_sums"}
+    games = {"frozen_lake", "sokoban", "guess_number", "nim", "countdown", "mastermind"}
+    games |= {"key_door", "key_door_chain", "house", "styled_words"}
+    assert inline == games | {"shop", "calculator", "digit_sums"} | {"key_rules", "with_experience", "extraction"}
     assert EnvSpec.runs == "process" and make_spec("travel").runs == "process"
     assert {make_spec(f"rolljax.envs.tools.calculator.Arithmetic(terms={n})").runs for n in (2, 3)} == {"inline"}
 

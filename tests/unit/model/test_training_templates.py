@@ -14,6 +14,7 @@ import pytest
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer, save_tokenizer
 from rolljax.model.training_templates import ORIGINALS, fingerprint, training_template
+from rolljax.serving.requests import read_chat
 from rolljax.serving.schema import ServedModel
 from rolljax.serving.session import Session, SessionRules
 from rolljax.types import Completion, Message, Sampled, SamplingParams
@@ -191,11 +192,15 @@ def test_an_agent_over_a_published_template_goes_on_with_its_stream(original):
             talk, stream = [SYSTEM, USER], np.zeros(0, np.int32)
             for answer, more in (("<think>\nx", MORE), ("\n\n  <think>y</think>\n", RESULT), ("z", MORE), ("", RESULT)):
                 fields = {"chat_template_kwargs": options, **({"tools": tools} if tools else {})}
-                job = session.begin(session.read({"messages": talk} | fields, True, served))
+                job = session.begin(session.read({"messages": talk} | fields, read_chat, served))
                 assert np.array_equal(job.prompts[0].ids[: len(stream)], stream)
                 tokens = chat.answer_ids(answer)
                 zeros = np.zeros(len(tokens))
-                job.call.answered(Completion(Sampled.of(tokens, zeros, zeros), "stop"), answer)
+                job.call.answered(
+                    Completion(Sampled.of(tokens, zeros, zeros), "stop"),
+                    answer,
+                    {"role": "assistant", "content": answer},
+                )
                 stream = np.concatenate([job.prompts[0].ids, tokens])
                 talk += [{"role": "assistant", "content": answer}, more]
             assert [len(calls) for calls in session.streams()] == [4]

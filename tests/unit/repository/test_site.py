@@ -93,7 +93,23 @@ def test_a_setting_without_a_docstring_is_an_error():
 
 def test_every_paper_of_the_code_is_on_the_page():
     told = set(re.findall(r"arxiv\.org/abs/([\d.]+)", GENERATED["papers.md"]))
-    assert make_papers_page.named_in_code() == told
+    assert make_papers_page.named_in_code() | {r.paper for r in make_papers_page.reproductions() if r.paper} == told
+
+
+REPRODUCED = """2506.06122 2510.11345 2509.21009 2512.22560 2605.06534 2406.04594 2512.24873 2510.01656 2508.08221 2510.13554
+2512.17206 2510.01051 2603.17621 2411.00809 2505.14268 2503.16385 2407.16154 2512.24957 2510.07685 2507.22879 2601.18225
+2505.19690 2505.23793 2503.09527"""
+"""Papers that rolljax was written to reproduce."""
+
+
+def test_every_paper_says_how_far_it_is_shown():
+    rows = make_papers_page.reproductions()
+    numbers = [r.paper for r in rows if r.paper]
+    assert set(REPRODUCED.split()) <= set(numbers) and len(numbers) == len(set(numbers))
+    for r in rows:
+        assert r.state == "shown" or r.why, f"{r.name}: what is not shown, and why?"
+        assert r.state != "shown" or (r.seeds >= 3 and r.figure and r.here and r.config), f"{r.name} is not shown"
+        assert not r.figure or (DOCS.parent / r.figure).is_file(), f"{r.name}: no {r.figure}"
 
 
 # ---- coming from elsewhere ------------------------------------------------------------------------------------------

@@ -110,6 +110,27 @@ def test_staleness_counts_from_the_start():
     assert buffer.take(3) == [fourth]  # as old as it may be, and before any younger one
 
 
+def test_what_may_be_trained_at_a_version():
+    """RollArt's trace: A began at version 0, B at 1, C at 2. At version 2 B and C may be trained, at version 3 only C."""
+    buffer = GroupBuffer(Admission(2, num_steps=9, async_ratio=1, late="drop"))
+    a, x, y, z = (buffer.start(0) for _ in range(4))
+
+    def step(version, *trained):
+        """Train two groups; return those that are too old from then on."""
+        for entry in trained:
+            buffer.finished(entry.prompt_index)
+        assert buffer.take(version) == list(trained)
+        return buffer.expire(version + 1)
+
+    assert step(0, x, y) == []
+    b, w = buffer.start(1), buffer.start(1)
+    assert step(1, z, w) == [a]
+    c, u, v = (buffer.start(2) for _ in range(3))
+    assert list(buffer) == [b, c, u, v]
+    assert step(2, u, v) == [b]
+    assert list(buffer) == [c]
+
+
 @pytest.mark.parametrize(
     ("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)]
 )

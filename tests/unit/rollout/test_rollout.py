@@ -30,12 +30,14 @@ class Script:
     An answer that ends with "..." is cut short: no closing token, finish reason `reason`.
     """
 
+    version = 0
+
     chat: object
     answers: list
     reason: str = "length"
     seen: dict = dataclasses.field(default_factory=dict)
 
-    async def act(self, prompt_ids, episode, key, turn):
+    async def act(self, prompt_ids, episode, key, turn, min_version=0):
         self.seen.setdefault(key.sibling, []).append(prompt_ids)
         answer = self.answers[turn]
         if isinstance(answer, Exception):
@@ -254,7 +256,9 @@ def group_of(chat, spec, answers):
     """Return a group in which sibling i answers `answers[i]` in every turn."""
 
     class PerSibling:
-        async def act(self, prompt_ids, episode, key, turn):
+        version = 0
+
+        async def act(self, prompt_ids, episode, key, turn, min_version=0):
             return await Script(chat, [answers[key.sibling]] * 2).act(prompt_ids, episode, key, turn)
 
     return roll(chat, spec, PerSibling(), spec.task(0), stream=0, prompt_index=0, group_size=len(answers))
@@ -545,7 +549,9 @@ def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
     class Slow:
         """Sibling 0 never answers; sibling 2 fails."""
 
-        async def act(self, prompt_ids, episode, key, turn):
+        version = 0
+
+        async def act(self, prompt_ids, episode, key, turn, min_version=0):
             if key.sibling == 0:
                 await asyncio.sleep(3600)
             if key.sibling == 2:

@@ -124,7 +124,7 @@ class Drawn:
         self.clock, self.version, self.begun, self.error, self.slow = VirtualClock(), 0, [], None, set()
         self.experts = False
 
-    async def act(self, prompt_ids, episode, key, turn):
+    async def act(self, prompt_ids, episode, key, turn, min_version=0):
         self.begun.append(key.prompt_index)
         first = self.version
         if self.error:
@@ -168,6 +168,9 @@ class Run:
         return self.policy
 
     def start_curriculum(self, phase, progress):
+        return None
+
+    def guide(self, phase):
         return None
 
     def rollouts(self, policy, *, hash_observations=False):
@@ -408,7 +411,7 @@ def test_groups_without_a_signal_are_replaced_while_others_run(chat):
         begun, done = run.policy.begun, run.policy.done = run.policy.begun, []
         act = run.policy.act
 
-        async def noted(prompt_ids, episode, key, turn):
+        async def noted(prompt_ids, episode, key, turn, min_version=0):
             found = await act(prompt_ids, episode, key, turn)
             done.append((key.prompt_index, set(begun)))
             return found

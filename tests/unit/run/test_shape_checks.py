@@ -51,7 +51,7 @@ def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     phase = Phase("p", cls(**REQUIRED.get(cls, {})), 2, prompts_per_step=8, group_size=size, row_len=512)
     env = types.SimpleNamespace(name="toy", max_turns=max_turns, specs={"toy": None}, turns_of=lambda task: max_turns)
     recipe = types.SimpleNamespace(
-        phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0,
+        phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0, placement=None,
         sampler=SamplerConfig(slots=8, max_context=80), pack_shape=lambda phase: PackShape(1, 1, 512),
     )  # fmt: skip
     plan = types.SimpleNamespace(mesh=MeshSpec(data=1).build(), model=Model(Qwen3Config()), recipe=recipe)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rolljax.model.tokenizer import Chat, byte_tokenizer
+from rolljax.serving.requests import read_chat, read_completion
 from rolljax.serving.schema import ApiError, ServedModel
 from rolljax.serving.session import ENDED_KEPT, Session, SessionRules, Sessions
 from rolljax.types import Completion, Sampled, SamplingParams
@@ -27,7 +28,7 @@ def session(served):
 
 def begin(session, served, messages=None, **fields):
     body = fields if messages is None else {"messages": messages} | fields
-    return session.begin(session.read(body, messages is not None, served))
+    return session.begin(session.read(body, read_completion if messages is None else read_chat, served))
 
 
 def answer(job, served, tokens, text=None):
@@ -37,9 +38,10 @@ def answer(job, served, tokens, text=None):
     reason = "stop" if tokens[-1] in served.chat.stop_ids else "length"
     completion = Completion(Sampled.of(tokens, logp, np.full(len(tokens), 2, np.int32)), reason)
     job.call.sampled()
-    job.call.answered(completion, served.vocabulary.text(tokens) if text is None else text)
+    text = served.vocabulary.text(tokens) if text is None else text
+    job.call.answered(completion, text, {"role": "assistant", "content": text})
     job.call.close()
-    return {"role": "assistant", "content": job.call.text}
+    return job.call.message
 
 
 def ids(served, text):
@@ -76,15 +78,15 @@ def test_what_agrees_is_not_counted_as_overridden(session, served):
 
 def test_answers_get_shorter_but_never_longer_than_the_trainer_says(session, served):
     given = [{"max_tokens": 5}, {"max_completion_tokens": 300}, {}]
-    assert [session.read({"messages": [USER]} | g, True, served).params.max_tokens for g in given] == [5, 20, 20]
-    assert session.read({"prompt": "x"}, False, served).params.max_tokens == 16
+    assert [session.read({"messages": [USER]} | g, read_chat, served).params.max_tokens for g in given] == [5, 20, 20]
+    assert session.read({"prompt": "x"}, read_completion, served).params.max_tokens == 16
 
 
 def test_stops_of_the_program_are_honoured(session, served):
     job = begin(session, served, [USER], stop=["\n"], stop_token_ids=[65])
     assert job.params.stop == ("\n",) and set(job.params.stop_ids) == {65, *served.chat.stop_ids}
     with pytest.raises(ApiError, match="stop_token_ids"):
-        session.read({"messages": [USER], "stop_token_ids": [65, 66, 67, 68], "ignore_eos": True}, True, served)
+        session.read({"messages": [USER], "stop_token_ids": [65, 66, 67, 68], "ignore_eos": True}, read_chat, served)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_stops_of_the_program_are_honoured(session, served):
 )
 def test_what_a_session_refuses(session, served, body, name):
     with pytest.raises(ApiError) as e:
-        session.read(body, False, served)
+        session.read(body, read_completion, served)
     assert (e.value.status, e.value.param) == (400, name)
     assert not session.calls
 
@@ -264,7 +266,7 @@ def test_sessions_by_key(session, served):
     one, two = sessions.open(session.rules), sessions.open(session.rules)
     assert sessions.find(one.key) is one and sessions.find(two.key) is two and one.key != two.key
     assert sessions.find("") is None and sessions.find("session-guess") is None
-    job = one.read({"messages": [USER]}, True, served)
+    job = one.read({"messages": [USER]}, read_chat, served)
     sessions.end(one)
     for late in (lambda: sessions.find(one.key), lambda: one.begin(job)):
         with pytest.raises(ApiError) as e:

@@ -313,25 +313,6 @@ def test_the_newest_files_of_rollouts_stay(tmp_path):
 # ---- a disk that does not take it
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Return a function that makes and mounts a file system of `kib` KiB."""
-    mounted = []
-
-    def mount(kib):
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(place)]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("file systems cannot be mounted here")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", str(place)], check=True)
-
-
 def test_a_full_disk_costs_nothing_that_was_committed(small_disk):
     disk = small_disk(256)
     checkpoints = Checkpoints(disk / "ckpt")

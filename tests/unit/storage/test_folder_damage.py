@@ -86,7 +86,7 @@ def test_stray_files_among_rollouts_are_nobodys(run, capsys):
     assert not (run / "rollouts" / "step_3.jsonl").exists()
 
 
-FILES = ("metrics.jsonl", "summary.json", "env.json", "config.resolved.json", "rollouts/step_3.jsonl")
+FILES = ("metrics.jsonl", "starts.jsonl", "summary.json", "env.json", "config.resolved.json", "rollouts/step_3.jsonl")
 
 
 @pytest.mark.parametrize("kind", INSTEAD)
@@ -108,7 +108,7 @@ def test_whatever_stands_in_place_of_a_file_is_one_line(run, tmp_path, capsys, k
 
 
 @pytest.mark.parametrize("kind", ["pipe", "circle", "dangling", "folder", "device"])
-@pytest.mark.parametrize("file", [".lock", "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"])
+@pytest.mark.parametrize("file", [".lock", "starts.jsonl", "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"])
 def test_a_run_that_meets_it_ends_with_a_message_or_goes_on(run, kind, file):
     """What the command does before it trains, and the writes of a step."""
     if (run / file).is_dir():
@@ -120,6 +120,7 @@ def test_a_run_that_meets_it_ends_with_a_message_or_goes_on(run, kind, file):
         with folder.lock():
             folder.prepare(config, fresh=False)
             folder.mark()
+            folder.begin()
             folder.forget_after(3, lambda _: None)
             folder.write_row({"step": 4})
             folder.write_consumed(consumed(4))

@@ -7,6 +7,7 @@ way, the options given to the reference say which one is meant.
 
 import dataclasses
 import functools
+import math
 from functools import partial
 
 import jax
@@ -25,13 +26,17 @@ from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo, PairDpo
+from rolljax.trainer.algorithms.dppo import Dppo
 from rolljax.trainer.algorithms.dr_grpo import DrGrpo
+from rolljax.trainer.algorithms.gdpo import Gdpo
 from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.algorithms.kimi import Kimi
+from rolljax.trainer.algorithms.kto import Kto, PairKto
 from rolljax.trainer.algorithms.lite_ppo import LitePpo
+from rolljax.trainer.algorithms.maxrl import MaxRl
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.raft import RaftPP
@@ -41,8 +46,10 @@ from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBase
 from rolljax.trainer.algorithms.reward_model import PairRewardModel, RewardModel
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.rloo import Rloo
+from rolljax.trainer.algorithms.sdpo import Sdpo
 from rolljax.trainer.algorithms.segment_reward import SegmentDpo, SegmentPairDpo, SegmentPpo, SegmentReward, SegmentRft
 from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.algorithms.spiral import Spiral
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
@@ -55,7 +62,7 @@ from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.update import critic_loss, policy_loss
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
-from tests.synthetic import CLASSES, LIMIT_TOK, Objective, samples_of, trained
+from tests.synthetic import CLASSES, LIMIT_TOK, Objective, Raised, samples_of, trained
 
 ROWS = PackShape(2, 4, 96)
 REWARDS = {
@@ -122,7 +129,9 @@ class World:
             )
         key, task = Key(0, group, sibling), Task(str(rng.choice(["toy", "other"])), group, f"task {group}")
         expert = Expert("e", replayed + int(rng.integers(0, 4))) if replay else None
-        return Trajectory(key, task, tuple(turns), reward, {}, reward > 0, "truncated" if cut else "ok", expert=expert)
+        named = {"right": float(reward > 0), "form": float(rng.choice([0.0, 0.5, 1.0]))}
+        status = "truncated" if cut else "ok"
+        return Trajectory(key, task, tuple(turns), reward, named, reward > 0, status, expert=expert)
 
     def near(self, logp, scale, salt):
         """Return log-probs of another policy, as float32 numbers so that both sides get the same."""
@@ -144,6 +153,10 @@ class World:
             asked["teacher_logp"] = np.stack(
                 [self.near(e.sampler_logp, 0.8, 5 + i) for i in range(len(needs.teachers))]
             )
+        if needs.context:
+            asked["context_logp"] = self.near(e.sampler_logp, 0.6, 11)
+            if needs.ref:
+                asked["context_ref_logp"] = self.near(e.sampler_logp, 0.9, 12)
         if needs.critics:
             asked["values"] = rng.normal(0, 0.5, (needs.critics.num, *e.mask.shape)).astype(np.float32).astype(float)
         if needs.attention:  # rounded: ties
@@ -170,7 +183,16 @@ def on_worlds(compare, num):
     settings(max_examples=num)(given(world=worlds)(compare))()
 
 
-TOKENS = ("sampler_logp", "trainer_logp", "ref_logp", "scorer_logp", "waad", "fai")
+TOKENS = (
+    "sampler_logp",
+    "trainer_logp",
+    "ref_logp",
+    "scorer_logp",
+    "context_logp",
+    "context_ref_logp",
+    "waad",
+    "fai",
+)
 
 
 def told(groups, e, logps, algorithm):
@@ -194,6 +216,8 @@ def told(groups, e, logps, algorithm):
             {
                 "group": int(e.groups[n]),
                 "reward": t.reward,
+                "parts": t.reward_parts,
+                "domain": t.task.env,
                 "turns": turns,
                 "truncated": any(turn.finish_reason != "stop" for turn in t.turns),
                 "success": t.success,
@@ -242,6 +266,18 @@ def with_rewards(algorithm, change, **options):
     return changed
 
 
+def split_by(name, algorithm, **options):
+    """Return the reference with finer groups: members with the same value of a part of the reward."""
+
+    def split(episodes):
+        names = sorted({(one["group"], one["parts"][name]) for one in episodes})
+        return algorithm(
+            [{**one, "group": names.index((one["group"], one["parts"][name]))} for one in episodes], **options
+        )
+
+    return split
+
+
 def without(algorithm, left_out, **options):
     """Return the reference on a part of the batch; the others have no loss."""
 
@@ -287,6 +323,10 @@ def short(episodes):
     lengths = [ref.length(one) for one in episodes]
     extra = ref.length_reward(lengths, [x["success"] for x in episodes], [x["group"] for x in episodes])
     return [one["reward"] + 0.5 * x for one, x in zip(episodes, extra, strict=True)]
+
+
+def raised(episodes):
+    return [one["reward"] + 1 for one in episodes]
 
 
 def weighed(algorithm, **options):
@@ -453,6 +493,7 @@ CASES = {
         without(ref.grpo, too_long, **GRPO, centre="none", scale="none"),
     ),
     "Grpo, weighed": Case(Grpo(difficulty_weight=True, length_weight=True), weighed(ref.grpo, **GRPO)),
+    "Grpo, split groups": Case(Grpo(split_by="form"), split_by("form", ref.grpo, **GRPO)),
     "Grpo, cross-entropy of what was rewarded": Case(Grpo(sft_coef=0.3), partial(ref.grpo, **GRPO, sft=0.3)),
     "Grpo, two corrections": Case(
         Grpo(
@@ -494,6 +535,11 @@ CASES = {
     "Grpo, corrected by geometric mean": corrected("geometric"),
     "Grpo, corrected by trajectory": corrected("trajectory"),
     "DrGrpo": Case(DrGrpo(), partial(ref.dr_grpo, max_tokens=LIMIT_TOK)),
+    "MaxRl": Case(MaxRl(shaping=Raised(clip=99.0)), with_rewards(ref.outcome, raised, scale="group_mean")),
+    "Gdpo": Case(
+        Gdpo(parts=("right", "form"), part_weights=(1.0, 0.3)), partial(ref.gdpo, weights={"right": 1.0, "form": 0.3})
+    ),
+    "Gdpo, of one reward": Case(Gdpo(), partial(ref.outcome, whitened=True)),
     "RaftPP": Case(RaftPP(), without(ref.raft_pp, lambda one: one["reward"] <= 0)),
     "Dapo": Case(Dapo(shaping=RewardShaping(overlong_cache=8)), partial(ref.dapo, limit=LIMIT_TOK, cache=8)),
     "Gspo": Case(Gspo(), ref.gspo),
@@ -516,6 +562,15 @@ CASES = {
     "Cispo, unified mask": Case(
         Cispo(clip_low=0.1, clip_high=0.1, unified_mask=True), partial(ref.cispo, unified_mask=True)
     ),
+    "Dppo": Case(Dppo(), partial(ref.dppo, max_tokens=LIMIT_TOK)),
+    "Dppo, as in prime-rl": Case(
+        Dppo(square_coef=0.1, cap=1.1, mask_low=None),
+        partial(ref.dppo, max_tokens=LIMIT_TOK, square=0.1, cap=1.1, mask_low=math.inf),
+    ),
+    "Dppo, by KL divergence": Case(
+        Dppo(divergence="kl", mask_low=0.02, mask_high=0.01, aggregation="token-mean"),
+        partial(ref.dppo, max_tokens=1, **TOKEN_MEAN, divergence="kl", mask_low=0.02, mask_high=0.01),
+    ),
     "Topr": Case(Topr(), ref.topr),
     "Topr, with a baseline": Case(Topr(mean="group", std="group"), partial(ref.topr, **MEANS)),
     "Topr, weighted, as in ROLL": Case(
@@ -537,6 +592,10 @@ CASES = {
     "TurnReinforce, equal turns without the truncated": Case(
         TurnReinforce(equal_turns=True, mask_truncated=True),
         partial(ref.turn_reinforce, aggregation="seq-mean-token-mean", drop_truncated=True),
+    ),
+    "Spiral": Case(Spiral(), ref.spiral),
+    "Spiral, one baseline": Case(
+        Spiral(by_role=False, decay=0.7), partial(ref.spiral, roles=("both", "both"), decay=0.7)
     ),
     "ReBn": Case(ReBn(), per_turn(ref.rebn)),
     "ReBn, without cut turns": Case(ReBn(mask_truncated=True), per_turn(without_cut_turns(ref.rebn))),
@@ -615,6 +674,11 @@ CASES = {
         Opd(teachers=TEACHERS, reward_coef=1.0, correction=Correction("token", 1.1)),
         partial(ref.opd, coefs=[0.7, 0.5], mixed=True, student="trainer_logp", correction={"weight_cap": 1.1}),
     ),
+    "Sdpo": Case(Sdpo(), ref.sdpo),
+    "Sdpo, and rewards": Case(
+        Sdpo(reward_coef=0.5, correction=Correction("token", 1.1)),
+        partial(ref.sdpo, reward_coef=0.5, student="trainer_logp", correction={"weight_cap": 1.1}),
+    ),
     # supervised
     "Sft": Case(Sft(), ref.sft, size=1),
     "Rft": Case(Rft(cap=2), lambda episodes: ref.rft([unweighted(one) for one in episodes], cap=2)),
@@ -627,6 +691,21 @@ CASES = {
         partial(ref.dpo, kind="simpo", beta=2.0, gamma=0.5, ftx=0.1),
     ),
     "PairDpo": Case(PairDpo(), recorded(ref.dpo), size=2),
+    "Kto": Case(Kto(), ref.kto),
+    "Kto, weighted": Case(
+        Kto(beta=0.5, good_weight=0.7, bad_weight=1.5), partial(ref.kto, beta=0.5, good_weight=0.7, bad_weight=1.5)
+    ),
+    "PairKto": Case(
+        PairKto(beta=0.3),
+        lambda episodes: ref.kto(
+            episodes,
+            beta=0.3,
+            good=[n % 2 == 0 for n in range(len(episodes))],
+            policy="context_logp",
+            reference="context_ref_logp",
+        ),
+        size=2,
+    ),
     "RewardModel": Case(RewardModel(), reward_model),
     "PairRewardModel": Case(PairRewardModel(), recorded(reward_model), size=2),
 }

@@ -277,6 +277,23 @@ def test_siblings_of_different_prompts_are_refused():
         pack([group], PackShape(1, 2, 10), 1.0)
 
 
+def test_siblings_with_different_latent_prefixes_share_no_token():
+    rng = np.random.default_rng(0)
+    prompts = [np.array([*prefix, 1, 2]) for prefix in ((20, 21), (22, 23), (), (22, 23), ())]
+    group = [sample(rng, prompt, [(3, 0)]) for prompt in prompts]
+    packed = pack([group], PackShape(1, 3, 12), 1.0, first_latent_id=20)
+    rows = flat(packed.batch)
+    assert (rows["segment_ids"] > 0).sum() == (4 + 3) + (4 + 6) + (2 + 6)
+    for one, index in zip(group, packed.indices[0], strict=True):
+        own = [int(index[-1])]
+        while (before := rows["prev"].reshape(-1)[own[-1]] + own[-1] // 12 * 12) != own[-1]:
+            own.append(int(before))
+        np.testing.assert_array_equal(rows["tokens"].reshape(-1)[own[::-1]], one.tokens)
+        np.testing.assert_array_equal(rows["positions"].reshape(-1)[own[::-1]], np.arange(len(own)))
+    with pytest.raises(DataError, match="begin with different latent prefixes"):
+        pack([group], PackShape(1, 3, 12), 1.0, unsplit_groups=True, first_latent_id=20)
+
+
 def test_too_few_rows_are_an_error_not_a_loss():
     groups = [[sample(np.random.default_rng(i), np.arange(5), [(5, 0)])] for i in range(3)]
     with pytest.raises(DataError, match="more than 2 rows of 10 tokens"):
@@ -304,7 +321,7 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     shape = PackShape(2, 1, 12)
     batch = pack([[plain]], shape, 1.0).batch
     optional = {"trainer_logp", "ref_logp", "weights", "entropy_weights", "returns", "old_values_C", "critic_weights_C"}
-    optional |= {"rewards", "expert_ids_Lk"}
+    optional |= {"rewards", "reference_points", "expert_ids_Lk", "sampler_ids"}
     assert set(batch.arrays()) == set(ARRAYS) - optional
     assert all(a.shape == (2, 1, 12) for a in batch.arrays().values()) and not batch.advantages.any()
     for name in optional:

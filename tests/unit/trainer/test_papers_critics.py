@@ -110,7 +110,7 @@ def test_the_policy_learns_from_the_second_credit(model, params, groups):
     first_state, first = found.step(found.states.init(params), groups, {}, 0)
     e, result = algorithm.seen[-1]
     kept = apply_credit(found.algorithm.needs(), samples_of(groups), e, result)
-    again, _ = found.update_policy(found.states.init(params), found.pack_micro_batches(kept), 0)
+    again, *_ = found.update_policy(found.states.init(params), found.pack_micro_batches(kept), 0)
     assert fingerprint(again.policy) == fingerprint(first_state.policy)
 
 

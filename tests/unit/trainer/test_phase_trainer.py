@@ -3,6 +3,7 @@ is the updates it says it is."""
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +307,33 @@ def test_columns_carry_what_credit_said(model, groups, asked):
         np.testing.assert_allclose(s.columns["critic_weights_C"], want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("settings", [{}, {"mesh": on_devices(8, data=2, fsdp=2, tensor=2)}], ids=["one", "eight"])
+def test_each_samplers_distance_is_measured(model, params, groups, settings):
+    """Before the first of two epochs; turns of no sampler, and what is not trained, are left out."""
+    named = [
+        [
+            dataclasses.replace(
+                t, turns=tuple(dataclasses.replace(u, sampler=("a", "b.2", "")[k % 3]) for u in t.turns)
+            )
+            for k, t in enumerate(group)
+        ]
+        for group in groups
+    ]
+    found = make_trainer(model, PROXIMAL, compare_samplers=True, epochs=2, **settings)
+    state = found.states.init(params)
+    _, step = found.step(state, named, {}, 0)
+    gaps = {"a": [], "b.2": []}
+    for each in (t for group in named for t in group):
+        logp = [step.columns[each.key][name] for name in ("trainer_logp", "advantages")]
+        said = np.concatenate([turn.sampler_logp for turn in each.turns])
+        trainer, trained = (np.broadcast_to(np.array(x, float), said.shape) for x in logp)
+        if name := each.turns[0].sampler:
+            gaps[name] += np.abs(trainer - said)[~np.isnan(trained)].tolist()
+    assert {name: gap.tokens for name, gap in step.gaps.items()} == {name: len(own) for name, own in gaps.items()}
+    for name, own in gaps.items():
+        assert step.gaps[name].mean_nat == pytest.approx(np.mean(own), rel=1e-4)
+
+
 # ---- a step of the policy -------------------------------------------------------------------------------------------
 
 
@@ -391,7 +419,11 @@ def test_what_is_not_finite_is_named_and_handed_over(model, params, groups):
     with pytest.raises(NotFinite, match="step 4 of the phase, optim: loss nan, gradient norm nan") as raised:
         found.step(found.states.init(params), broken, {}, 3)
     assert isinstance(raised.value, TrainerError)
-    assert np.isnan(raised.value.batch.sampler_logp).sum() == 1
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert str(copy) == str(raised.value)
+    for error in (raised.value, copy):
+        assert np.isnan(error.batch.sampler_logp).sum() == 1
+        assert all(type(array) is np.ndarray for array in error.batch.arrays().values())
 
 
 # ---- critics --------------------------------------------------------------------------------------------------------
@@ -544,8 +576,7 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
         assert {s.data.size for s in q.addressable_shards} == {q.size // 4}
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_critics_may_have_experts(model, params, groups):
     """Also where these lie over a mesh: one step gives the critics of one device."""
     moe = Qwen3MoeConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, num_experts=4, init_std=0.3)

@@ -82,7 +82,7 @@ def test_hostile_requests_and_damaged_runs_never_fail(healthy, tmp_path):
     attack(healthy, tmp_path, runs=8, requests=100)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_thousand_hostile_requests_and_sixty_damaged_runs_never_fail(healthy, tmp_path):
     attack(healthy, tmp_path, runs=60, requests=1000)
 

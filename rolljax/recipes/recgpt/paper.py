@@ -1,0 +1,18 @@
+"""What of RecGPT is shown here."""
+
+from __future__ import annotations
+
+from rolljax.trainer.paper import Reproduction
+
+REPRODUCTION = Reproduction(
+    paper="2507.22879",
+    name="RecGPT",
+    claim="tags fused with retrieval beat either",
+    there="HR@30 .3776",
+    here="HR@30 .93; collaboration alone .54, tags alone .74 (synthetic users)",
+    state="partly",
+    seeds=1,
+    config="recgpt",
+    figure="rolljax/recipes/recgpt/recgpt.png",
+    why="one seed, and no real users or items",
+)

@@ -1,0 +1,64 @@
+"""Adapters that are sent to a sampler through a store become the weights that a run in one process decodes with."""
+
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax.concurrency.lockstep import SINGLE_PROCESS
+from rolljax.errors import SamplerError
+from rolljax.model.axes import SLOT_AXES
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.lora import Adapted, Lora
+from rolljax.run.weight_channel import StorePart, StoreSink, StoreSource
+from rolljax.sampler.engine import Engine, EngineWorker
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.weights import Snapshot
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.publish import adapted_weights, make_publish
+
+SHAPE = Qwen3Config(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=64)
+
+
+def stored(folder):
+    """Return the bytes of the arrays in a folder of a store."""
+    return sum(path.stat().st_size for path in folder.rglob("c/**/*") if path.is_file())
+
+
+@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
+    model, store = Model(SHAPE, "bfloat16", lora=Lora(rank=3, int8_base=int8)), tmp_path / "store"
+    mesh, to = MeshSpec().build(jax.devices()[:4]), MeshSpec(data=2).build(jax.devices()[4:6])
+    where = adapted_weights(model, mesh)[1]
+    base = jax.device_put(model.base(model.plain.init(7)), where.base)
+    now = []
+    source = StoreSource(mesh, model, lambda: now[-1], str(store))
+    written = queue.Queue()
+    source.on_written = written.put
+    source.begin(1)
+    worker = EngineWorker(Engine(model.plain, SamplerConfig(slots=4, max_context=64), to, SLOT_AXES))
+    sink, publish = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS)), make_publish(mesh, model)
+    for version in range(3):
+        adapters = jax.tree.map(lambda x, i=version: jax.random.normal(jax.random.key(i), x.shape), model.init(0))
+        now.append(Adapted(base, jax.device_put(adapters, where.adapters)))
+        source.push(version)
+        sink.prepare(written.get(timeout=60))
+        sink.swap(version)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(publish(now[-1])))
+    assert stored(store / "base") == sum(x.nbytes for x in jax.tree.leaves(base))
+    assert stored(store / "000001" / "00000002") == sum(x.nbytes for x in jax.tree.leaves(now[-1].adapters))
+
+    for path in (store / "base").rglob("c/**/*"):
+        if path.is_file():
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    sink, fresh = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS)), Snapshot(2, location=str(store), epoch=1)
+    with pytest.raises(
+        SamplerError, match="weights of version 2 of epoch 1 in .* are damaged: checksums of .* differ, first of base"
+    ):
+        sink.prepare(fresh)
+    source.push_again(2)
+    sink.prepare(written.get(timeout=60))
+    sink.swap(2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(publish(now[-1])))
