@@ -28,7 +28,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT)]  # rolljax need not be installed
 OUT = ROOT / "build" / "accelerator"
 LIMIT_S = 480.0
-"""Longest time of a piece."""
+"""Longest time of a piece, unless `--limit` says another."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "flax", "optax", "numpy", "tokamax", "torch", "triton")
 """Packages whose versions are written down where they are installed."""
 
@@ -79,13 +79,13 @@ class Piece:
     """The figures of one piece, and the file that they are written to.
 
     Args:
-      name: of the piece and its file. out: the folder. tiny: sizes for a dry run on a CPU.
+      name: of the piece and its file. out: the folder. tiny: sizes for a dry run on a CPU. limit_s: its longest time.
     """
 
-    def __init__(self, name: str, out: Path, *, tiny: bool) -> None:
+    def __init__(self, name: str, out: Path, *, tiny: bool, limit_s: float = LIMIT_S) -> None:
         import jax
 
-        self.name, self.tiny, self.path = name, tiny, out / f"{name}.json"
+        self.name, self.tiny, self.path, self.limit_s = name, tiny, out / f"{name}.json", limit_s
         self.start = time.perf_counter()
         device = jax.devices()[0]
         self.platform: str = device.platform
@@ -106,7 +106,7 @@ class Piece:
     @property
     def left_s(self) -> float:
         """Seconds until the limit."""
-        return LIMIT_S - (time.perf_counter() - self.start)
+        return self.limit_s - (time.perf_counter() - self.start)
 
     def record(self, row: dict[str, Any]) -> None:
         """Append a row to the figures, print it, and write the file."""
@@ -180,6 +180,7 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the JSON files")
     parser.add_argument("--tiny", action="store_true", help="sizes for a dry run on a CPU")
     parser.add_argument("--again", action="store_true", help="measure again what is done")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take")
     parser.add_argument("--estimate", action="store_true", help="print the seconds that it will take, and stop")
     args = parser.parse_args()
     if args.estimate:
@@ -194,7 +195,7 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # pieces have programs in common
-    piece = Piece(name, args.out, tiny=args.tiny)
+    piece = Piece(name, args.out, tiny=args.tiny, limit_s=args.limit)
     print(f"== {name} on {piece.content['device']}", flush=True)
     try:
         body(piece)

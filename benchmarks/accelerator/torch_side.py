@@ -35,10 +35,10 @@ def work(tiny: bool) -> list[dict[str, Any]]:
             {"what": "update", "shape": "tiny", "length": 64, "rows": 2},
         ]
     return [
-        {"what": "decode", "shape": "0.6B", "batch": 64, "context": 512, "steps": 16},
-        {"what": "update", "shape": "0.6B", "length": 2048, "rows": 4},
         {"what": "decode", "shape": "4B", "batch": 64, "context": 512, "steps": 16},
         {"what": "update", "shape": "4B", "length": 2048, "rows": 4},
+        {"what": "decode", "shape": "0.6B", "batch": 64, "context": 512, "steps": 16},
+        {"what": "update", "shape": "0.6B", "length": 2048, "rows": 4},
     ]
 
 

@@ -25,7 +25,7 @@ def out(tmp_path_factory):
 
 def test_every_piece_runs_without_the_packages_of_features(out):
     found = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
-    assert len(found) == 8
+    assert len(found) == 9
     for name, content in found.items():
         assert content["done"] and content["failed"] is None and content["figures"], name
         assert [row for row in content["figures"] if "failed" in row] == [], name
