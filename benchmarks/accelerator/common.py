@@ -222,7 +222,8 @@ class Timing:
 
 
 def timed(call: Callable[[], Any], *, repeats: int, least_s: float = 0.0) -> Timing:
-    """Time a function that returns arrays, each call until they are there.
+    """Time a function that returns arrays, each call until they are there. The second call is not counted either:
+    tokamax has its programs compiled twice.
 
     Args:
       least_s: repeat for at least so long.
@@ -235,6 +236,7 @@ def timed(call: Callable[[], Any], *, repeats: int, least_s: float = 0.0) -> Tim
         return time.perf_counter() - start
 
     first, times = once(), []
+    once()
     while len(times) < repeats or sum(times) < least_s:
         times.append(once())
     middle = statistics.median(times)
@@ -300,6 +302,16 @@ def random_weights(model: Any, *, seed: int = 0, computed: bool = True) -> Any:
         return make(key)
 
     return jax.tree.unflatten(tree, [one(*args) for args in zip(keys, flat, axes, strict=True)])
+
+
+def random_sampler_weights(model: Any) -> Any:
+    """Make random weights as a sampler on this device has them."""
+    import jax
+
+    from rolljax.trainer.publish import lies_apart
+
+    weights = random_weights(model)
+    return jax.jit(model.apart)(weights) if lies_apart(one_device_mesh()) else weights
 
 
 def weight_bytes(model: Any) -> float:

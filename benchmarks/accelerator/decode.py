@@ -22,7 +22,7 @@ from common import (
     main,
     memory_peak_gib,
     one_device_mesh,
-    random_weights,
+    random_sampler_weights,
     shapes,
     timed,
     weight_bytes,
@@ -89,7 +89,7 @@ def decode_figures(
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.mesh import BATCH_AXES
 
-    longest = context + steps * (REPEATS + 2)
+    longest = context + steps * (REPEATS + 3)
     cfg = SamplerConfig(
         slots=batch,
         max_context=longest,
@@ -118,8 +118,8 @@ def decode_figures(
         return out.tokens, state.position
 
     found = timed(dispatch, repeats=REPEATS)
-    assert int(state.position[0]) == context + steps * (REPEATS + 1), "not every step was taken"
-    mean = context + steps * (REPEATS + 2) / 2  # of the timed dispatches
+    assert int(state.position[0]) == context + steps * (REPEATS + 2), "not every step was taken"
+    mean = context + steps * (2 + REPEATS / 2)  # of the timed dispatches
     step_s = found.seconds / steps
     figures = {
         "tok_s": batch / step_s,
@@ -214,9 +214,9 @@ def body(piece: Piece) -> None:
     every = shapes(piece.tiny)
     for name in ORDER if not piece.tiny else every:
         model = Model(every[name], "bfloat16")
-        weights = random_weights(model)
-        for batch in batches:
-            for attention in typing.get_args(Name):
+        weights = random_sampler_weights(model)
+        for attention in ("auto", *typing.get_args(Name)):
+            for batch in batches:
                 what = {"what": "decode", "shape": name, "batch": batch, "context": context, "attention": attention}
                 if piece.has_time(what, 2 * COMPILE_S):
                     with piece.attempt(what) as row:

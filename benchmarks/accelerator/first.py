@@ -6,7 +6,7 @@ import gc
 import time
 from typing import Any
 
-from common import Peaks, Piece, main, random_weights, shapes, timed
+from common import Peaks, Piece, main, random_sampler_weights, random_weights, shapes, timed
 from decode import decode_figures, sampler_figures
 from update import make_trainer, update_figures
 
@@ -49,7 +49,7 @@ def body(piece: Piece) -> None:
 
     name, shape = next(iter(shapes(piece.tiny).items()))
     batch, context, steps, requests = (4, 32, 4, 4) if piece.tiny else (64, 512, 16, 16)
-    weights = random_weights(Model(shape, "bfloat16"))
+    weights = random_sampler_weights(Model(shape, "bfloat16"))
     with piece.attempt({"what": "decode", "shape": name, "batch": batch}) as row:
         row |= decode_figures(
             Model(shape, "bfloat16"), weights, piece.peaks, batch=batch, context=context, attention="auto", steps=steps

@@ -29,10 +29,10 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
 
 
 def body(piece: Piece) -> None:
-    attention_errors(piece)
     paged_errors(piece)
     vocabulary_errors(piece)
     expert_errors(piece)
+    attention_errors(piece)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's process shares the device
 
-from common import Peaks, Piece, main, random_weights, shapes  # noqa: E402
+from common import Peaks, Piece, main, random_sampler_weights, random_weights, shapes  # noqa: E402
 from decode import decode_figures  # noqa: E402
 from update import fitting, make_trainer, update_figures  # noqa: E402
 
@@ -53,7 +53,7 @@ def body(piece: Piece) -> None:
         piece.record({"what": "torch", "cannot": "torch is not installed"})
         return
     for one in work(piece.tiny):
-        if not piece.has_time(one, 90.0):
+        if not piece.has_time(one, 60.0):
             continue
         with piece.attempt(one) as row:
             shape = shapes(piece.tiny)[one["shape"]]
@@ -65,7 +65,7 @@ def body(piece: Piece) -> None:
             if one["what"] == "decode":
                 model = Model(shape, "bfloat16")
                 sizes = {name: one[name] for name in ("batch", "context", "steps")}
-                figures = decode_figures(model, random_weights(model), piece.peaks, attention="auto", **sizes)
+                figures = decode_figures(model, random_sampler_weights(model), piece.peaks, attention="auto", **sizes)
             else:
                 trainer = make_trainer(shape, one["length"], one["rows"], "full")
                 policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy

@@ -42,12 +42,13 @@ def work(tiny: bool) -> list[Work]:
     if tiny:
         return [Work("tiny", 64, 2, "full"), Work("tiny", 64, 2, "none", "cudnn")]
     return [
+        Work("4B", 8192, 2, "dots", "tokamax"),
+        Work("4B", 8192, 2, "dots", "cudnn"),
         Work("4B", 8192, 2, "full"),
         Work("4B", 8192, 2, "full", "tokamax"),
         Work("4B", 8192, 2, "full", "xla"),
         Work("4B", 2048, 8, "full"),
         Work("4B", 8192, 2, "attention"),
-        Work("4B", 8192, 1, "dots"),
         Work("4B", 2048, 2, "none"),
         Work("4B", 2048, 2, "full"),
         Work("4B", 32768, 1, "full"),

@@ -145,6 +145,13 @@ class DecoderConfig(abc.ABC):
         """Yield the tensors of one layer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Parameters of each layer in arrays of their own, pure dicts without a leading L."""
+
+    layers: tuple[Params, ...]
+
+
 class Out(NamedTuple):
     """The outputs of a decoder."""
 
@@ -169,6 +176,7 @@ class Decoder(nnx.Module):
         self.norm = param(rngs.params(), (cfg.hidden_size,), ("norm",), cfg.norm_std)
         if not cfg.tie_embeddings:
             self.head = param(rngs.params(), shape, ("vocab", "embed"), cfg.init_std)
+        self.apart: Apart | None = None
 
     def __call__(
         self,
@@ -186,10 +194,12 @@ class Decoder(nnx.Module):
         Args:
           expert_ids_LBTk: experts to take instead of those the routers choose, -1 where they do choose (router replay).
           unroll: write the layers out instead of scanning over them; `attend` then gets a plain int as its layer.
+            Layers that lie apart are always written out.
           in_place: give layers their experts in those of all layers (`Layers.indexed`), for programs without gradients:
             a kernel reads them where they lie, instead of a copy for each layer and step.
         """
         cfg = self.cfg
+        unroll = unroll or self.apart is not None
         names = self.layers.indexed if in_place and not unroll else ()
         graph, *states = nnx.split(self.layers, lambda path, _: path[0] in names, ...)
         unsliced, stacked = states
@@ -197,7 +207,12 @@ class Decoder(nnx.Module):
         if unroll:
             each = []
             for i in range(cfg.num_layers):
-                layer = nnx.merge(graph, unsliced, jax.tree.map(lambda a, i=i: a[i], stacked))
+                if self.apart is None:
+                    params = jax.tree.map(lambda a, i=i: a[i], stacked)
+                else:
+                    nnx.replace_by_pure_dict(stacked, self.apart.layers[i])
+                    params = stacked
+                layer = nnx.merge(graph, unsliced, params)
                 expert_ids = None if expert_ids_LBTk is None else expert_ids_LBTk[i]
                 x, cache, mixture = layer.layer(x, positions_BT, attend, cache, i, expert_ids)
                 each.append(mixture)
@@ -303,8 +318,10 @@ class Model:
         if isinstance(params, Adapted):
             params, beside = params.parts()
         graph, state = self._empty()
-        nnx.replace_by_pure_dict(state, params)
+        apart = Apart(params["layers"]) if isinstance(params["layers"], tuple) else None
+        nnx.replace_by_pure_dict(state, {**params, "layers": apart.layers[0]} if apart else params)
         decoder = nnx.merge(graph, state)
+        decoder.apart = apart
         if self.lora:
             decoder.layers.extend(beside, self.lora.factor)
         return decoder
@@ -329,6 +346,17 @@ class Model:
             return value.astype(self.dtype) if is_matrix and value.dtype != jnp.int8 else value
 
         return jax.tree.map(one, self.plain.axes(), params, is_leaf=lambda x: isinstance(x, tuple))
+
+    def apart(self, params: Params) -> Params:
+        """Put each layer's parameters of a plain decoder into arrays of their own; `bind` takes both forms.
+
+        Programs then write the layers out. They compile longer, and read the weights where they lie: compilers for GPUs
+        copy what a scan over stacked layers takes out of them, in every step.
+        """
+        layers = params["layers"]
+        one = functools.partial(jax.lax.index_in_dim, axis=0, keepdims=False)
+        each = tuple(jax.tree.map(lambda x, i=i: one(x, i), layers) for i in range(self.cfg.num_layers))
+        return {**params, "layers": each}
 
     # ---- adapters ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 
 
 Name = Literal["dense", "ragged", "triton"]
-MEASURED: dict[str, tuple[Name, ...]] = {}
+MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H200": ("triton",)}
 """Paths of decode steps by `jax.Device.device_kind`, fastest first (docs/scaling.md says how to add an entry)."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
 """Paths by platform, for devices that are not in `MEASURED`; `DensePath` is its end."""

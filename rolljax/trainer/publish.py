@@ -48,6 +48,11 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
     return lambda params, over=None: reshard.write(reshard.move(reshard.cast(params)), over)
 
 
+def lies_apart(mesh: Mesh) -> bool:
+    """Return whether a sampler over these devices has its layers' weights apart (`Model.apart`)."""
+    return bool(mesh.devices.flat[0].platform == "gpu")
+
+
 def share_devices(mesh: Mesh, other: Mesh) -> bool:
     """Return whether two meshes have the same devices in the same order."""
     return bool(mesh.devices.flatten().tolist() == other.devices.flatten().tolist())
