@@ -39,7 +39,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, batch_shardings, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
-from rolljax.trainer.publish import Reshard, adapted_weights, copied, has_copies, in_own_parts, make_write
+from rolljax.trainer.publish import Reshard, adapted_weights, copied, in_own_parts, make_write, takes_parts
 
 Sizes = Mapping[str, float]
 """Bytes of one device by purpose."""
@@ -367,7 +367,7 @@ class SamplerShapes:
         parts = in_own_parts(self.engine.mesh, model)
         if model.lora:
             return placed(*adapted_weights(model, parts))
-        return computed_params(parts, model) if has_copies(self.engine.mesh) else self.params
+        return computed_params(parts, model) if takes_parts(self.engine.mesh) else self.params
 
     def remote_programs(self, model: Model) -> Iterator[Program]:
         """Return all programs of a sampler in another process, which fetches weights while it decodes."""
@@ -437,5 +437,5 @@ def publish_programs(
     own = mine | {LEAVING: device_bytes(sent)}
     yield Program("cast", lambda: reshard.cast_program.lower(trained, sent), mesh, own, others)
     own = {"sampler weights": weights, ARRIVING: device_bytes(received)}
-    lower = lambda: reshard.write_program.lower(received, old)  # noqa: E731
-    yield Program("publish", lower, reshard.received, own, pages)
+    write = make_write(reshard.received, model.plain, to)
+    yield Program("publish", lambda: write.lower(received, old), reshard.received, own, pages)

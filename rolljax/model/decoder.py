@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
@@ -149,7 +149,7 @@ class DecoderConfig(abc.ABC):
 class Apart:
     """Parameters of each layer in arrays of their own, pure dicts without a leading L."""
 
-    layers: tuple[Params, ...]
+    layers: Sequence[Params]
 
 
 class Out(NamedTuple):
@@ -318,7 +318,7 @@ class Model:
         if isinstance(params, Adapted):
             params, beside = params.parts()
         graph, state = self._empty()
-        apart = Apart(params["layers"]) if isinstance(params["layers"], tuple) else None
+        apart = Apart(params["layers"]) if isinstance(params["layers"], list) else None
         nnx.replace_by_pure_dict(state, {**params, "layers": apart.layers[0]} if apart else params)
         decoder = nnx.merge(graph, state)
         decoder.apart = apart
@@ -350,13 +350,21 @@ class Model:
     def apart(self, params: Params) -> Params:
         """Put each layer's parameters of a plain decoder into arrays of their own; `bind` takes both forms.
 
+        `layers` becomes a list of a dict for each layer, without the leading L.
+
         Programs then write the layers out. They compile longer, and read the weights where they lie: compilers for GPUs
         copy what a scan over stacked layers takes out of them, in every step.
         """
         layers = params["layers"]
         one = functools.partial(jax.lax.index_in_dim, axis=0, keepdims=False)
-        each = tuple(jax.tree.map(lambda x, i=i: one(x, i), layers) for i in range(self.cfg.num_layers))
+        each = [jax.tree.map(lambda x, i=i: one(x, i), layers) for i in range(self.cfg.num_layers)]
         return {**params, "layers": each}
+
+    def apart_axes(self) -> Params:
+        """Return the logical axis names of the parameters in the form that `apart` returns."""
+        axes = self.plain.axes()
+        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=lambda x: isinstance(x, tuple))
+        return {**axes, "layers": [layer] * self.cfg.num_layers}
 
     # ---- adapters ---------------------------------------------------------------------------------------------------
 

@@ -42,14 +42,14 @@ from rolljax.trainer.publish import (
     adapted_weights,
     checksums,
     differing,
-    has_copies,
     in_own_parts,
     make_empty,
     make_publish,
     make_sent,
-    make_write,
     sampler_weights,
     share_devices,
+    takes_parts,
+    write_of,
 )
 
 UPLOAD_S = 600.0
@@ -301,13 +301,13 @@ class StorePart:
 
     def __init__(self, model: Model, mesh: Mesh, worker: EngineWorker, team: SingleProcess | Leader | Follower) -> None:
         parts = in_own_parts(mesh, model)
-        self._in_pieces = bool(model.lora) or has_copies(mesh)
+        self._in_pieces = bool(model.lora) or takes_parts(mesh)
         if model.lora:
             self._like, self._there = adapted_weights(model, parts)
         else:
             self._like, self._there = sampler_weights(model, parts if self._in_pieces else mesh, self._in_pieces)
         self._readers = AdapterReader if model.lora else SnapshotReader
-        self._write, self._empty = make_write(parts, model, mesh), make_empty(model, mesh)
+        self._write, self._empty = write_of(parts, model, mesh), make_empty(model, mesh)
         self._worker, self._team = worker, team
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-read")
         self._reading: concurrent.futures.Future[list[str]] = concurrent.futures.Future()

@@ -316,12 +316,13 @@ class Engine:
         """Return whether shards have a part of the experts each, and compute each other's tokens (`model.moe`)."""
         return bool(self.model.cfg.routing) and EXPERT_AXIS in self.batch_axes and self.mesh.shape[EXPERT_AXIS] > 1
 
-    def _param_specs(self) -> Any:
-        """Return the partition of the parameters over shards: replicated, except for experts."""
+    def _param_specs(self, params: Params) -> Any:
+        """Return the partition of these parameters over shards: replicated, except for experts."""
         if not self.experts_split:
             return PartitionSpec()
+        axes = self.model.apart_axes() if isinstance(params["layers"], list) else self.model.axes()
         one = lambda names: PartitionSpec(*(EXPERT_AXIS if n == "experts" else None for n in names))  # noqa: E731
-        return jax.tree.map(one, self.model.axes(), is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(one, axes, is_leaf=lambda x: isinstance(x, tuple))
 
     def _jit(
         self,
@@ -348,7 +349,7 @@ class Engine:
             traced, statics = args[:num_args], args[num_args:]
             if plain:
                 return fn(*traced, *statics)
-            specs = (self._param_specs(),) * params + (rows,) * num_row_args
+            specs = (*(self._param_specs(x) for x in traced[:params]), *[rows] * num_row_args)
             return jax.shard_map(
                 lambda *a: fn(*a, *statics),
                 mesh=self.mesh,

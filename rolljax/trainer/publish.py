@@ -42,14 +42,15 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
     """
     to = to or mesh
     if share_devices(mesh, to):
-        write, empty = make_write(mesh, model, to), make_empty(model, to)
+        write, empty = write_of(mesh, model, to), make_empty(model, to)
         return lambda params, over=None: write(params, empty() if over is None else over)
     reshard = Reshard(mesh, model, to)
     return lambda params, over=None: reshard.write(reshard.move(reshard.cast(params)), over)
 
 
 def lies_apart(mesh: Mesh) -> bool:
-    """Return whether a sampler over these devices has its layers' weights apart (`Model.apart`)."""
+    """Return whether a sampler over these devices has its layers' weights apart (`Model.apart`): on GPUs, where decode
+    steps of a 4B model then take .62 of the time (docs/accelerators.md)."""
     return bool(mesh.devices.flat[0].platform == "gpu")
 
 
@@ -73,9 +74,9 @@ class Reshard:
         self.parts = math.gcd(mesh.size, to.size, model.cfg.hidden_size)
         self.sent, self.received = in_parts(mesh, self.parts), in_parts(to, self.parts)
         plain = model.plain
-        self._shapes, self.landing = sampler_weights(model, self.received, True)
+        self._shapes, self.landing = stacked_weights(model, self.received, True)
         self.cast_program = make_write(mesh, model, self.sent, fsdp=True)
-        self.write_program = make_write(self.received, plain, to)
+        self.write_program = write_of(self.received, plain, to)
         self._cast_into, self._write_into = make_empty(model, self.sent, fsdp=True), make_empty(model, to)
 
     @property
@@ -127,9 +128,10 @@ def in_own_parts(mesh: Mesh, model: Model) -> Mesh:
     return in_parts(mesh, math.gcd(mesh.size, model.cfg.hidden_size))
 
 
-def has_copies(mesh: Mesh) -> bool:
-    """Return whether devices of a sampler's mesh have the same weights as others."""
-    return mesh.shape["data"] > 1
+def takes_parts(mesh: Mesh) -> bool:
+    """Return whether weights reach a sampler's mesh in parts (`in_own_parts`), to be written by `make_write`: where
+    devices have the same weights as others, or have their layers apart."""
+    return mesh.shape["data"] > 1 or lies_apart(mesh)
 
 
 def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Params]:
@@ -139,27 +141,14 @@ def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Pa
 
 
 def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax.stages.Wrapped:
-    """Return the jitted `(params, over) -> over`, both meshes over the same devices. `over` is donated.
+    """Return the jitted `(params, over) -> over` of weights with stacked layers, both meshes over the same devices.
+    `over` is donated.
 
     It gathers and writes one layer after the other, so that no more than a layer is held in memory besides both.
 
     fsdp: shard the written weights over that axis of `to` too, like the trainer's parameters.
     """
-    plain, (_, here), (_, there) = model.plain, sampler_weights(model, mesh, True), sampler_weights(model, to, fsdp)
-    axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
-
-    def layer_of(params: Params, i: jax.Array | int) -> Params:
-        """Return layer `i` and all parameters outside of layers, sharded for the sampler."""
-
-        def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, i, 1) if names[0] == "layers" else x
-
-        sliced = jax.tree.map(one, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-        cast = plain.computed(model.merged(sliced, model.dtype))
-        cast = jax.lax.with_sharding_constraint(cast, here)  # before it travels: half of the bytes
-        if to != mesh:  # compilers know no shorter way from one mesh to another, and warn
-            cast = jax.lax.with_sharding_constraint(cast, replicated(mesh))
-        return jax.lax.with_sharding_constraint(cast, there)
+    layer_of, (_, there) = make_layer_of(mesh, model, to, fsdp), stacked_weights(model, to, fsdp)
 
     def write(params: Params, over: Params) -> Params:
         def layer(i: jax.Array, layers: Params) -> Params:
@@ -172,8 +161,66 @@ def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax
     return jax.jit(write, out_shardings=there, donate_argnums=1, keep_unused=True)
 
 
+def make_write_apart(mesh: Mesh, model: Model, to: Mesh) -> Callable[[Params, Params], Params]:
+    """Return `make_write`'s function for weights whose layers lie apart: a program writes one layer, so that no more
+    than a layer is held in memory besides both."""
+    layer_of, (_, there) = make_layer_of(mesh, model, to, False), sampler_weights(model, to)
+    rest_there = {name: where for name, where in there.items() if name != "layers"}
+
+    @functools.partial(jax.jit, out_shardings=rest_there, donate_argnums=1, keep_unused=True)
+    def rest(params: Params, over: Params) -> Params:
+        return {name: jax.tree.map(jnp.copy, x) for name, x in layer_of(params, 0).items() if name in over}
+
+    @functools.partial(jax.jit, out_shardings=there["layers"][0], donate_argnums=1, keep_unused=True)
+    def layer(params: Params, over: Params, i: int) -> Params:
+        return jax.tree.map(lambda x: x[0], layer_of(params, i)["layers"])
+
+    def write(params: Params, over: Params) -> Params:
+        layers = [layer(params, old, i) for i, old in enumerate(over["layers"])]
+        return {**rest(params, {name: over[name] for name in rest_there}), "layers": layers}
+
+    return write
+
+
+def make_layer_of(mesh: Mesh, model: Model, to: Mesh, fsdp: bool) -> Callable[[Params, jax.Array | int], Params]:
+    """Return the function from the argument of `Model.bind` to one layer of the plain decoder, and all parameters
+    outside of layers, in the compute dtype and sharded over `to`; fsdp: see `make_write`."""
+    plain, (_, here), (_, there) = model.plain, stacked_weights(model, mesh, True), stacked_weights(model, to, fsdp)
+    axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
+
+    def layer_of(params: Params, i: jax.Array | int) -> Params:
+        def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, i, 1) if names[0] == "layers" else x
+
+        sliced = jax.tree.map(one, axes, params, is_leaf=lambda x: isinstance(x, tuple))
+        cast = plain.computed(model.merged(sliced, model.dtype))
+        cast = jax.lax.with_sharding_constraint(cast, here)  # before it travels: half of the bytes
+        if to != mesh:  # compilers know no shorter way from one mesh to another, and warn
+            cast = jax.lax.with_sharding_constraint(cast, replicated(mesh))
+        return jax.lax.with_sharding_constraint(cast, there)
+
+    return layer_of
+
+
+def write_of(mesh: Mesh, model: Model, to: Mesh) -> Callable[[Params, Params], Params]:
+    """Return the function that writes weights as a sampler over `to` computes with them."""
+    return (make_write_apart if lies_apart(to) else make_write)(mesh, model, to)
+
+
 def sampler_weights(model: Model, mesh: Mesh, fsdp: bool = False) -> tuple[Any, Any]:
-    """Return the shapes of the sampler's weights, and their shardings on a mesh; fsdp: see `param_shardings`."""
+    """Return the shapes of the sampler's weights, and their shardings on a mesh; fsdp: see `param_shardings`.
+
+    With `fsdp` they are on their way, with stacked layers; without, they lie as the sampler computes with them.
+    """
+    shapes, shardings = stacked_weights(model, mesh, fsdp)
+    if fsdp or not lies_apart(mesh):
+        return shapes, shardings
+    shapes = jax.eval_shape(model.plain.apart, shapes)
+    return shapes, param_shardings(mesh, model.apart_axes(), shapes, fsdp=False)
+
+
+def stacked_weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
+    """Return what `sampler_weights` returns, of weights with stacked layers."""
     plain = model.plain
     shapes = jax.eval_shape(plain.computed, plain.abstract())
     return shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp)

@@ -16,7 +16,8 @@ from rolljax.run.weight_channel import StorePart, StoreSink, StoreSource
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.sampler.weights import Snapshot
-from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer import publish
+from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.publish import adapted_weights, make_publish
 
 SHAPE = Qwen3Config(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=64)
@@ -39,14 +40,14 @@ def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
     source.on_written = written.put
     source.begin(1)
     worker = EngineWorker(Engine(model.plain, SamplerConfig(slots=4, max_context=64), to, SLOT_AXES))
-    sink, publish = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS)), make_publish(mesh, model)
+    sink, give = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS)), make_publish(mesh, model)
     for version in range(3):
         adapters = jax.tree.map(lambda x, i=version: jax.random.normal(jax.random.key(i), x.shape), model.init(0))
         now.append(Adapted(base, jax.device_put(adapters, where.adapters)))
         source.push(version)
         sink.prepare(written.get(timeout=60))
         sink.swap(version)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(publish(now[-1])))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(give(now[-1])))
     assert stored(store / "base") == sum(x.nbytes for x in jax.tree.leaves(base))
     assert stored(store / "000001" / "00000002") == sum(x.nbytes for x in jax.tree.leaves(now[-1].adapters))
 
@@ -61,4 +62,24 @@ def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
     source.push_again(2)
     sink.prepare(written.get(timeout=60))
     sink.swap(2)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(publish(now[-1])))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(give(now[-1])))
+
+
+def test_layers_that_lie_apart_are_written_from_what_a_store_sends(tmp_path, monkeypatch):
+    """As on GPUs: layers are stacked in the store."""
+    monkeypatch.setattr(publish, "lies_apart", lambda mesh: True)
+    model, store = Model(SHAPE, "bfloat16"), tmp_path / "store"
+    mesh, to = MeshSpec().build(jax.devices()[:4]), MeshSpec().build(jax.devices()[4:5])
+    params = jax.device_put(model.init(0), param_shardings(mesh, model.axes(), model.abstract()))
+    source, written = StoreSource(mesh, model, lambda: params, str(store)), queue.Queue()
+    source.on_written = written.put
+    source.begin(1)
+    worker = EngineWorker(Engine(model, SamplerConfig(slots=4, max_context=64), to, SLOT_AXES))
+    sink = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS))
+    for version in range(2):
+        source.push(version)
+        sink.prepare(written.get(timeout=60))
+        sink.swap(version)
+        assert [len(layer) for layer in worker.params["layers"]] == [len(params["layers"])] * 2
+        wanted = jax.device_get(model.apart(model.computed(params)))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), wanted)

@@ -1,6 +1,7 @@
 """The engine worker: what it keeps under tickets, and how another process repeats its calls from host data alone."""
 
 import contextlib
+import dataclasses
 import pickle
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from rolljax.concurrency.lockstep import Lockstep
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.sampler.engine import LOCKSTEP_CALLS, Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
@@ -23,9 +25,12 @@ MODEL = Model(
 CFG = SamplerConfig(slots=4, max_context=96, page_size=8, pages=24, prefill_chunk=32, steps_per_dispatch=4)
 
 
-def worker():
-    made = EngineWorker(Engine(MODEL, CFG, MeshSpec().build(jax.devices()[:1]), BATCH_AXES))
-    made.set_params(MODEL.init(0))
+def worker(model=MODEL, mesh=None, *, apart=False):
+    """Return a worker with its first weights; apart: layers as on GPUs."""
+    mesh = mesh or MeshSpec().build(jax.devices()[:1])
+    cfg = dataclasses.replace(CFG, pages=24 + 8 * (mesh.size - 1))
+    made = EngineWorker(Engine(model, cfg, mesh, BATCH_AXES))
+    made.set_params(model.apart(model.init(0)) if apart else model.init(0))
     return made
 
 
@@ -96,3 +101,14 @@ def test_logits_that_were_released_cannot_be_drawn_from(alone):
     one, _ = alone
     with pytest.raises(KeyError):
         one.release([0])
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", pytest.param("experts split", marks=pytest.mark.slow)])
+def test_layers_that_lie_apart_sample_the_same(kind):
+    """Bit by bit: on CPUs programs write out the layers of both forms."""
+    common = {"vocab_size": 40, "num_layers": 2, "hidden_size": 16, "num_heads": 2, "head_dim": 8, "init_std": 0.3}
+    cfg = Qwen3MoeConfig(num_experts=4, experts_per_token=2, expert_ffn_size=16, **common)
+    model = Model(Qwen3Config(ffn_size=16, **common) if kind == "dense" else cfg)
+    mesh = MeshSpec(expert=2).build(jax.devices()[:2]) if kind == "experts split" else None
+    stacked = sample(worker(model, mesh), lambda: model.init(1))
+    assert stacked == sample(worker(model, mesh, apart=True), lambda: model.apart(model.init(1)))

@@ -19,6 +19,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.sampler.weights import DirectSink
+from rolljax.trainer import publish
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish, make_write
@@ -40,24 +41,34 @@ def weights(model, mesh, seed):
     return params, jax.device_put(params, param_shardings(mesh, model.axes(), model.abstract()))
 
 
-@pytest.mark.sampled(3)
+@pytest.fixture(params=["stacked", "apart"])
+def form(request, monkeypatch):
+    """Return how the sampler has its layers; apart as on GPUs."""
+    monkeypatch.setattr(publish, "lies_apart", lambda mesh: request.param == "apart")
+    return request.param
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cfg", [SamplerConfig(), SamplerConfig(tensor=1), SamplerConfig(tensor=2, expert=2)], ids=str)
-def test_new_weights_lie_where_the_old_ones_did(model, cfg):
+def test_new_weights_lie_where_the_old_ones_did(model, cfg, form):
     mesh = TRAINER.build()
     to = cfg.mesh(mesh)
     assert (to is mesh) == (cfg.tensor is None) and to.size == 8
-    publish = make_publish(mesh, model, to)
-    first = publish(weights(model, mesh, 0)[1])
+    give = make_publish(mesh, model, to)
+    first = give(weights(model, mesh, 0)[1])
     places = jax.tree.map(lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards], first["layers"])
     new, trained = weights(model, mesh, 1)
-    second = publish(trained, first)
+    second = give(trained, first)
     assert all(x.is_deleted() for x in jax.tree.leaves(first)), "given up"
     assert not any(x.is_deleted() for x in jax.tree.leaves(trained))
     now = jax.tree.map(lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards], second["layers"])
     assert now == places
-    where = param_shardings(to, model.axes(), model.abstract(), fsdp=False)
+    wanted, axes = model.computed(new), model.axes()
+    if form == "apart":
+        wanted, axes = model.apart(wanted), model.apart_axes()
+    where = param_shardings(to, axes, wanted, fsdp=False)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), second, where))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(second), jax.device_get(model.computed(new)))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(second), jax.device_get(wanted))
 
 
 def test_no_stack_of_layers_is_ever_gathered():
