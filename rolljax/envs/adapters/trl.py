@@ -99,8 +99,7 @@ class TrlEnvironment(EnvSpec):
             factory = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as e:
             raise self._refused(f"cannot be imported: {e}") from e
-        with boundary(EnvError, f"making {self.name}"):
-            made = factory()
+        made = factory()
         for needed in NO_TOOLS:
             if not callable(getattr(made, needed, None)):
                 raise self._refused(f"has no method {needed}")
@@ -134,8 +133,8 @@ class TrlEpisode(Env):
         if task != self._spec.task(task.index):
             raise EnvError(f"row {task.index} of {source_name(self._spec)} is not the task: was the file changed?")
         self._random = BorrowedRandom(self._spec.seed * 1_000_003 + task.index)
-        self._object = self._spec.make_object()
         with self._random.lent(), boundary(EnvError, f"reset of {self._spec.name}"):
+            self._object = self._spec.make_object()
             said = self._object.reset(**self._spec.row(task.index))
         if said is not None and not isinstance(said, str):
             raise EnvError(f"reset of {self._spec.name} returned {type(said).__name__}; only texts are supported")

@@ -44,6 +44,14 @@ class CountingEnv:
         return float(self.count == self.goal)
 
 
+class DrawsEarly(CountingEnv):
+    def __init__(self):
+        self.drawn = random.random()
+
+    def reset(self, low: int, **kwargs) -> str:
+        return f"{super().reset(low)} {self.drawn}"
+
+
 class Waiting(CountingEnv):
     async def look(self) -> str:
         """Look."""
@@ -77,15 +85,16 @@ def test_methods_are_tools_and_get_reward_ends_the_episode():
         env.step("again")
 
 
-def test_siblings_have_one_hidden_state_and_tasks_another():
+@pytest.mark.parametrize("name", ["CountingEnv", "DrawsEarly"])
+def test_siblings_have_one_hidden_state_and_tasks_another(name):
     def opening(index):
-        return [m.content for m in spec().make().reset(spec().task(index))]
+        return [m.content for m in spec(name).make().reset(spec(name).task(index))]
 
     state = random.getstate()
     assert opening(1) == opening(1) != opening(3)
     assert opening(1)[0].startswith("Reach it. The number is ")
     assert random.getstate() == state and spec().num_tasks == 2
-    assert spec(seed=1).make().reset(spec(seed=1).task(1))[0].content != opening(1)[0]
+    assert spec(name, seed=1).make().reset(spec(name, seed=1).task(1))[0].content != opening(1)[0]
 
 
 def test_tasks_are_their_index():
