@@ -170,11 +170,15 @@ def is_done(path: Path, *, tiny: bool) -> bool:
     return bool(content["done"]) and content["tiny"] == tiny
 
 
-def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Peaks], float]) -> None:
+def main(
+    name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Peaks], float], *, is_timed: bool = True
+) -> None:
     """Run one piece from the command line.
 
     Args:
       body: measures and records. estimate: seconds that the piece takes, from its sizes and a device's peaks.
+      is_timed: False: only what is computed counts, so compilers for GPUs need not try which kernels are fastest, which
+        takes most of their time.
     """
     parser = argparse.ArgumentParser(prog=f"python benchmarks/accelerator/{name}.py")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the JSON files")
@@ -191,6 +195,8 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str((args.out / "compiled").resolve()))
+    if not is_timed:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     if args.tiny:  # tiny programs take longer to compile than to run
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -7,14 +7,15 @@ reason why an implementation does not run here.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 from common import Peaks, Piece, main, one_device_mesh, timed
 from numerics import decoder, heads_of, packed_rows, paths, with_gradients
 
 LENGTHS, HEADS = (8192, 2048, 32_768), {"4B": 32, "0.6B": 16}
-BATCHES, CONTEXTS, STEPS = (64, 256, 16), (1024, 4096), 8
-"""Sizes, the most important first."""
+BATCHES, CONTEXTS, PAGES, STEPS = (64, 256, 16), (1024, 4096), (64, 16), 8
+"""Sizes, the most important first. Pages are of so many tokens."""
 COMPILE_S = 4.0
 """Taken for one program."""
 SLACK = 0.2
@@ -27,7 +28,7 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
         return 5.0
     flops = sum(4 * 7 * heads * 128 * T * T / 2 for T in LENGTHS for heads in HEADS.values())  # 7 products, 4 calls
     kv = sum(batch * context * 4096 * 10 * 3 for batch in BATCHES for context in CONTEXTS)
-    programs = 3 * len(LENGTHS) * len(HEADS) + 2 * len(BATCHES) * len(CONTEXTS)
+    programs = 3 * len(LENGTHS) * len(HEADS) + 2 * len(BATCHES) * len(CONTEXTS) * len(PAGES)
     return 20 + COMPILE_S * programs + 3 * flops / peaks.bf16_flops / SLACK + kv / peaks.hbm_bytes_s / SLACK
 
 
@@ -41,49 +42,49 @@ def paged_speed(piece: Piece) -> None:
     import jax
     import jax.numpy as jnp
 
-    model, page = decoder(piece.tiny, "bfloat16"), 16
+    model = decoder(piece.tiny, "bfloat16")
     cfg = model.cfg
-    for batch in (2,) if piece.tiny else BATCHES:
-        for context in (32,) if piece.tiny else CONTEXTS:
-            width = context // page + 1
-            row = {"what": "paged decode speed", "batch": batch, "context": context}
-            table = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
-            length = jnp.full(batch, context, jnp.int32)
-            q, k, v = (
-                jnp.ones((batch, 1, n, cfg.head_dim), jnp.bfloat16)
-                for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
-            )
-            for named, _, path in paths(piece, row, model, batch, width, page):
-                if not piece.has_time(named, 15):
-                    continue
+    sizes = ((2,), (32,), (16,)) if piece.tiny else (BATCHES, CONTEXTS, PAGES)
+    for batch, context, page in itertools.product(*sizes):
+        width = context // page + 1
+        row = {"what": "paged decode speed", "batch": batch, "context": context, "page": page}
+        table = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+        length = jnp.full(batch, context, jnp.int32)
+        q, k, v = (
+            jnp.ones((batch, 1, n, cfg.head_dim), jnp.bfloat16)
+            for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+        )
+        for named, _, path in paths(piece, row, model, batch, width, page):
+            if not piece.has_time(named, 15):
+                continue
 
-                def steps(pool: Any, path: Any = path, args: Any = (table, length, q, k, v), width: int = width) -> Any:
-                    table, length, q, k, v = args
-                    reading, cache = path.open(pool, table, length, STEPS, width)
-                    counts = jnp.ones_like(length)
+            def steps(pool: Any, path: Any = path, args: Any = (table, length, q, k, v), width: int = width) -> Any:
+                table, length, q, k, v = args
+                reading, cache = path.open(pool, table, length, STEPS, width)
+                counts = jnp.ones_like(length)
 
-                    def one(i: Any, state: Any) -> Any:
-                        mixed, cache = path.attend(reading, i, counts)(q + state[0], k, v, state[1], 0)
-                        return mixed, cache
+                def one(i: Any, state: Any) -> Any:
+                    mixed, cache = path.attend(reading, i, counts)(q + state[0], k, v, state[1], 0)
+                    return mixed, cache
 
-                    mixed, cache = jax.lax.fori_loop(0, STEPS, one, (jnp.zeros_like(q), cache))
-                    return path.close(pool, reading, cache, counts * STEPS), mixed
+                mixed, cache = jax.lax.fori_loop(0, STEPS, one, (jnp.zeros_like(q), cache))
+                return path.close(pool, reading, cache, counts * STEPS), mixed
 
-                with piece.attempt(named) as named:
-                    program = jax.jit(steps, donate_argnums=0)
-                    pool = jnp.zeros(path.pool_shape(batch * width), path.pool_dtype)
+            with piece.attempt(named) as named:
+                program = jax.jit(steps, donate_argnums=0)
+                pool = jnp.zeros(path.pool_shape(batch * width), path.pool_dtype)
 
-                    def again(program: Any = program) -> Any:
-                        nonlocal pool
-                        pool, mixed = program(pool)
-                        return mixed
+                def again(program: Any = program) -> Any:
+                    nonlocal pool
+                    pool, mixed = program(pool)
+                    return mixed
 
-                    took = timed(again, repeats=5, least_s=0.1)
-                    named |= {"seconds": took.seconds / STEPS, "spread": took.spread}
-                    if piece.peaks:
-                        moved = batch * context * cfg.num_kv_heads * cfg.head_dim * 4
-                        named["of_peak"] = moved * STEPS / took.seconds / piece.peaks.hbm_bytes_s
-                    pool = None
+                took = timed(again, repeats=5, least_s=0.1)
+                named |= {"seconds": took.seconds / STEPS, "spread": took.spread}
+                if piece.peaks:
+                    moved = batch * context * cfg.num_kv_heads * cfg.head_dim * 4
+                    named["of_peak"] = moved * STEPS / took.seconds / piece.peaks.hbm_bytes_s
+                pool = None
 
 
 def attention_speed(piece: Piece) -> None:

@@ -21,7 +21,7 @@ from rolljax.errors import EnvError
 from rolljax.types import Message, Task
 
 RATIOS, SEEDS = (0.0, 1.0), (0, 1)
-WARM_STEPS, RL_STEPS, EVAL_EVERY = 160, 250, 25
+WARM_STEPS, RL_STEPS, EVAL_EVERY = 160, 100, 10
 STEP_S = {"warm_start": 0.06, "rl": 0.3}
 """Of a step of the quickstart on two CPU cores, where the host is as busy: a bound for a device that is faster."""
 COMPILE_S = 60.0

@@ -295,4 +295,4 @@ def expert_errors(piece: Piece) -> None:
 
 
 if __name__ == "__main__":
-    main("numerics", body, estimate)
+    main("numerics", body, estimate, is_timed=False)

@@ -144,4 +144,4 @@ def greedy_figures(model: Any, params: Any, num: int, prompt: int, answer: int) 
 
 
 if __name__ == "__main__":
-    main("parity", body, estimate)
+    main("parity", body, estimate, is_timed=False)
