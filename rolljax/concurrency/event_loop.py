@@ -82,7 +82,11 @@ class EventLoop:
           HangError: it took longer than `deadline_s`; the message names the wait.
           Stopped: the run was asked to stop meanwhile.
         """
-        task, clock = asyncio.ensure_future(work), asyncio.get_running_loop().time
+
+        async def result() -> T:  # a future of `gather` that is given up would log an error that nobody awaits
+            return await work
+
+        task, clock = asyncio.ensure_future(result()), asyncio.get_running_loop().time
         start = clock()
         with self._watchdog.waiting_for(name):
             try:

@@ -1,6 +1,7 @@
 """The event loop of a run: coroutines, blocking calls in another thread, and waits with a name and a deadline."""
 
 import asyncio
+import gc
 import signal
 import threading
 
@@ -75,6 +76,21 @@ def test_a_wait_past_its_deadline_names_itself_and_ends_the_work(make_event_loop
     with pytest.raises(HangError, match="the groups of step 7.*Recipe.wait_s"):
         event_loop.run(event_loop.within(forever(started, cancelled), "the groups of step 7", 0.1))
     assert started.is_set() and cancelled.wait(10)
+
+
+def test_a_wait_for_several_that_is_given_up_leaves_no_error_to_log(make_event_loop, caplog):
+    """The collector logs errors that nobody awaited, whenever it runs."""
+    event_loop = make_event_loop()
+
+    async def both():
+        works = [forever(threading.Event(), threading.Event()) for _ in range(2)]
+        await event_loop.within(asyncio.gather(*works), "x", 0.1)
+
+    with pytest.raises(HangError):
+        event_loop.run(both())
+    event_loop.run(answer(passes=9))  # until the works are cancelled
+    gc.collect()
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_stop_ends_only_waits_that_may_be_interrupted(make_event_loop):
