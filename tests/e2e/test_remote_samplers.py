@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -112,6 +113,14 @@ class Opened:
         both = lambda: [m for m in self.group._router.members.values() if m.routable and m.version == version]  # noqa: E731
         self.wait(lambda: len(both()) == 2)
         return version
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """Do not kill a sampler that lives, however long a busy machine takes to connect it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "HUNG_S", math.inf)
+        yield
 
 
 @pytest.fixture(scope="module")
