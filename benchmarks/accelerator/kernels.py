@@ -6,8 +6,11 @@ reason why an implementation does not run here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import unittest.mock
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from common import Peaks, Piece, main, one_device_mesh, timed
@@ -16,6 +19,16 @@ from numerics import decoder, heads_of, packed_rows, paths, with_gradients
 LENGTHS, HEADS = (8192, 2048, 32_768), {"4B": 32, "0.6B": 16}
 BATCHES, CONTEXTS, PAGES, STEPS = (64, 256, 16), (1024, 4096), (64, 16), 8
 """Sizes, the most important first. Pages are of so many tokens."""
+VARIANTS: tuple[dict[str, int], ...] = (
+    {"GPU_WARPS": 8},
+    {"GPU_WARPS": 2},
+    {"GPU_STAGES": 3},
+    {"GPU_STAGES": 4},
+    {"GPU_TOKENS_PER_BLOCK": 128},
+    {"GPU_SPLITS": 1},
+    {"GPU_SPLITS": 8},
+)
+"""Constants of Triton's kernel (`rolljax.sampler.kernels`) in place of its own."""
 COMPILE_S = 4.0
 """Taken for one program."""
 SLACK = 0.2
@@ -28,26 +41,36 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
         return 5.0
     flops = sum(4 * 7 * heads * 128 * T * T / 2 for T in LENGTHS for heads in HEADS.values())  # 7 products, 4 calls
     kv = sum(batch * context * 4096 * 10 * 3 for batch in BATCHES for context in CONTEXTS)
-    programs = 3 * len(LENGTHS) * len(HEADS) + 2 * len(BATCHES) * len(CONTEXTS) * len(PAGES)
+    programs = 3 * len(LENGTHS) * len(HEADS) + 2 * len(BATCHES) * len(CONTEXTS) * len(PAGES) + len(VARIANTS)
     return 20 + COMPILE_S * programs + 3 * flops / peaks.bf16_flops / SLACK + kv / peaks.hbm_bytes_s / SLACK
 
 
 def body(piece: Piece) -> None:
-    paged_speed(piece)
+    sizes = ((2,), (32,), (16,)) if piece.tiny else (BATCHES, CONTEXTS, PAGES)
+    paged_speed(piece, list(itertools.product(*sizes)))
+    for constants in VARIANTS if piece.platform == "gpu" else ():
+        paged_speed(piece, [(BATCHES[0], CONTEXTS[0], PAGES[0])], constants)
     attention_speed(piece)
 
 
-def paged_speed(piece: Piece) -> None:
-    """Time a decode step's attention in one layer, in a dispatch of 8 steps, copies included."""
+def paged_speed(
+    piece: Piece, sizes: Iterable[tuple[int, int, int]], constants: Mapping[str, int] | None = None
+) -> None:
+    """Time a decode step's attention in one layer, in a dispatch of 8 steps, copies included.
+
+    Args:
+      sizes: rows, tokens of context and of a page. constants: of Triton's kernel, which alone is timed then.
+    """
     import jax
     import jax.numpy as jnp
 
+    from rolljax.sampler import kernels
+
     model = decoder(piece.tiny, "bfloat16")
     cfg = model.cfg
-    sizes = ((2,), (32,), (16,)) if piece.tiny else (BATCHES, CONTEXTS, PAGES)
-    for batch, context, page in itertools.product(*sizes):
+    for batch, context, page in sizes:
         width = context // page + 1
-        row = {"what": "paged decode speed", "batch": batch, "context": context, "page": page}
+        row = {"what": "paged decode speed", "batch": batch, "context": context, "page": page, **(constants or {})}
         table = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
         length = jnp.full(batch, context, jnp.int32)
         q, k, v = (
@@ -55,7 +78,7 @@ def paged_speed(piece: Piece) -> None:
             for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
         )
         for named, _, path in paths(piece, row, model, batch, width, page):
-            if not piece.has_time(named, 15):
+            if (constants and named["implementation"] != "triton") or not piece.has_time(named, 15):
                 continue
 
             def steps(pool: Any, path: Any = path, args: Any = (table, length, q, k, v), width: int = width) -> Any:
@@ -70,7 +93,9 @@ def paged_speed(piece: Piece) -> None:
                 mixed, cache = jax.lax.fori_loop(0, STEPS, one, (jnp.zeros_like(q), cache))
                 return path.close(pool, reading, cache, counts * STEPS), mixed
 
-            with piece.attempt(named) as named:
+            with piece.attempt(named) as named, contextlib.ExitStack() as patches:
+                for name, value in (constants or {}).items():
+                    patches.enter_context(unittest.mock.patch.object(kernels, name, value))
                 program = jax.jit(steps, donate_argnums=0)
                 pool = jnp.zeros(path.pool_shape(batch * width), path.pool_dtype)
 

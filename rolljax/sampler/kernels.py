@@ -36,6 +36,8 @@ QUERIES_PER_BLOCK, PAGES_PER_BLOCK, TOKENS_PER_BLOCK = 32, 16, 1024
 """TPU: usual values in JAX's table of tuned sizes (it picks by the devices of this machine, so it cannot be asked)."""
 GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 """GPU: keys that a kernel takes at once, and into how many parts at most it splits a row."""
+GPU_WARPS, GPU_STAGES = 4, 2
+"""GPU: warps of a block, and loads that are under way at once."""
 
 
 Name = Literal["dense", "ragged", "triton"]
@@ -360,7 +362,7 @@ class TritonPath(DensePath):
                 jax.ShapeDtypeStruct((splits, B, K, G), jnp.float32),
             ],
             interpret=self.interpret,
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+            compiler_params=triton.CompilerParams(num_warps=GPU_WARPS, num_stages=GPU_STAGES),
             name="paged_attention",
         )(q.astype(pool.dtype), pool, None, pool, None, table, length_B[:, None])
         share = jnp.exp(largest - jnp.max(largest, axis=0))  # of each split in the softmax over all of them
