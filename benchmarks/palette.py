@@ -5,7 +5,8 @@
 Each seed has a base model and a file of prefixes (`palette_base.gin`, `rolljax.recipes.palette.latents`). Printed:
 pass@8 of greedy answers without prefixes, with latents, and with random vectors of the same norm, before and after the
 warm-up, on tasks whose style nothing tells; then GRPO (`palette.gin`) without prefixes, after a warm-up without or with
-them, and with both schedules. Rewards are those of held-out tasks, without prefixes.
+them, with both schedules, and with random vectors in warm-up and GRPO. Rewards are those of held-out tasks, without
+prefixes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ARMS = {
     "warm-up only": ("guided", ""),
     "linear": ("guided", "linear"),
     "two_phase": ("guided", "two_phase"),
+    "linear, random vectors": ("random", "linear"),
 }
 """Arms of GRPO: the warm-up, and the schedule of prefixes; empty: no prefixes."""
 TASKS, ATTEMPTS = 96, 8
@@ -103,20 +105,25 @@ def with_random_vectors(file: Path) -> Path:
     return path
 
 
+def vectors_of(file: Path, kind: str) -> Path:
+    """Return the file of prefixes for a kind of warm-up and what follows it."""
+    return with_random_vectors(file) if kind == "random" else file
+
+
 def warm_up(folder: Path, base: Path, file: Path, kind: str, seed: int) -> Path:
-    """Return the folder of the model after the warm-up, `guided` or not (`none`)."""
-    settings = [f"Recipe.model = '{base}'", f"Recipe.prefixes = '{file}'", f"Recipe.seed = {seed}"]
+    """Return the folder of the model after the warm-up, guided by latents (`guided`), random vectors or nothing."""
+    settings = [f"Recipe.model = '{base}'", f"Recipe.prefixes = '{vectors_of(file, kind)}'", f"Recipe.seed = {seed}"]
     settings += ["Guidance.length = 0"] * (kind == "none")
     return train("palette_warm_up", folder / f"warm_up_{kind}_{seed}", *settings) / "hf"
 
 
 def reinforce(folder: Path, model: Path, file: Path, arm: str, seed: int) -> Path:
     """Return the run of GRPO of an arm."""
-    schedule = ARMS[arm][1]
-    settings = [f"Recipe.model = '{model}'", f"Recipe.prefixes = '{file}'", f"Recipe.seed = {seed}"]
+    kind, schedule = ARMS[arm]
+    settings = [f"Recipe.model = '{model}'", f"Recipe.prefixes = '{vectors_of(file, kind)}'", f"Recipe.seed = {seed}"]
     settings += ["rl/Phase.eval_every = 5"]
     settings += [f"Guidance.schedule = '{schedule}'"] if schedule else ["Guidance.length = 0"]
-    return train("palette", folder / f"{arm.replace(' ', '_')}_{seed}", *settings)
+    return train("palette", folder / f"{arm.replace(' ', '_').replace(',', '')}_{seed}", *settings)
 
 
 def main() -> None:
@@ -141,7 +148,7 @@ def main() -> None:
                     curves.setdefault((name, said), []).append(curve)
                     shares = ", ".join(f"{share:.2f}" for share in styles)
                     print(f"| {seed} | {name} | {said} | {curve[0]:.3f} | {curve[-1]:.3f} | {shares} |", flush=True)
-        print("\n| seed | " + " | ".join(ARMS) + " |\n|---|---|---|---|")
+        print("\n| seed | " + " | ".join(ARMS) + " |\n|---" + "|---" * len(ARMS) + "|")
         for seed in range(args.seeds):
             base, file = make_base(folder, seed)
             for arm in ARMS:
