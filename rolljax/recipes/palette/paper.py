@@ -14,5 +14,5 @@ REPRODUCTION = Reproduction(
     seeds=3,
     config="palette",
     figure="rolljax/recipes/palette/palette.png",
-    why="random vectors of the same norm raise pass@8 as much, though a quarter to a half of their answers are wrong",
+    why="random vectors of the same norm do as well: pass@8 .812, .667, .802, GRPO 1.000, .942, .946",
 )
