@@ -111,7 +111,10 @@ def vectors_of(file: Path, kind: str) -> Path:
 
 
 def warm_up(folder: Path, base: Path, file: Path, kind: str, seed: int) -> Path:
-    """Return the folder of the model after the warm-up, guided by latents (`guided`), random vectors or nothing."""
+    """Return the folder of the model after the warm-up.
+
+    kind: what guides it: latents (`guided`), random vectors (`random`) or nothing (`none`).
+    """
     settings = [f"Recipe.model = '{base}'", f"Recipe.prefixes = '{vectors_of(file, kind)}'", f"Recipe.seed = {seed}"]
     settings += ["Guidance.length = 0"] * (kind == "none")
     return train("palette_warm_up", folder / f"warm_up_{kind}_{seed}", *settings) / "hf"

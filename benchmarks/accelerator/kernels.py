@@ -18,7 +18,7 @@ from numerics import decoder, heads_of, packed_rows, paths, with_gradients
 
 LENGTHS, HEADS = (8192, 2048, 32_768), {"4B": 32, "0.6B": 16}
 BATCHES, CONTEXTS, PAGES, STEPS = (64, 256, 16), (1024, 4096), (64, 16), 8
-"""Sizes, the most important first. Pages are of so many tokens."""
+"""Rows, tokens of context and of a page, the most important first; decode steps of a dispatch."""
 VARIANTS: tuple[dict[str, int], ...] = (
     {"GPU_WARPS": 8},
     {"GPU_WARPS": 2},

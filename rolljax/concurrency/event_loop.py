@@ -83,7 +83,7 @@ class EventLoop:
           Stopped: the run was asked to stop meanwhile.
         """
 
-        async def result() -> T:  # a future of `gather` that is given up would log an error that nobody awaits
+        async def result() -> T:  # `gather` returns a future, which would log its cancellation
             return await work
 
         task, clock = asyncio.ensure_future(result()), asyncio.get_running_loop().time

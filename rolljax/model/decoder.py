@@ -207,12 +207,7 @@ class Decoder(nnx.Module):
         if unroll:
             each = []
             for i in range(cfg.num_layers):
-                if self.apart is None:
-                    params = jax.tree.map(lambda a, i=i: a[i], stacked)
-                else:
-                    nnx.replace_by_pure_dict(stacked, self.apart.layers[i])
-                    params = stacked
-                layer = nnx.merge(graph, unsliced, params)
+                layer = nnx.merge(graph, unsliced, self._of_layer(i, stacked))
                 expert_ids = None if expert_ids_LBTk is None else expert_ids_LBTk[i]
                 x, cache, mixture = layer.layer(x, positions_BT, attend, cache, i, expert_ids)
                 each.append(mixture)
@@ -230,6 +225,13 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(body, prevent_cse=False, policy=_POLICIES[self.remat])
         (x, cache), mixtures = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(cfg.num_layers), expert_ids_LBTk))
         return Out(self._normed(x), cache, mixtures)
+
+    def _of_layer(self, i: int, stacked: nnx.State) -> nnx.State:
+        """Return the parameters of one layer. stacked: those of all layers; of the first layer if they lie apart."""
+        if self.apart is None:
+            return jax.tree.map(lambda x: x[i], stacked)
+        nnx.replace_by_pure_dict(stacked, self.apart.layers[i])
+        return stacked
 
     def _rows(self, tokens_BT: jax.Array) -> jax.Array:
         if self.prefixes is None:

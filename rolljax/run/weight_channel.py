@@ -289,11 +289,12 @@ class StorePart:
     of its own, which runs no program on the devices: meanwhile the sampler decodes.
 
     Where several devices have the same part of the weights, each fetches its own piece of it, so that a device has that
-    piece in addition to the weights in use, not all of them twice. `swap` then overwrites the weights in use.
+    piece in addition to the weights in use, not all of them twice. `swap` then overwrites the weights in use. So it
+    does where layers lie apart: they are stacked in the store.
 
     Of a model with adapters the base is fetched once, in such pieces, which stay on the devices next to the weights in
     use: a device needs its share of the base (int8, or in the compute dtype) in addition, and of the adapters. `swap`
-    adds both with the program of a run in one process (`trainer.publish.make_write`), so they have the same bits.
+    adds both with the program of a run in one process (`trainer.publish.write_of`), so they have the same bits.
 
     Args:
       worker: of this process. team: the processes of the sampler.

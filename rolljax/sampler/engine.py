@@ -349,7 +349,8 @@ class Engine:
             traced, statics = args[:num_args], args[num_args:]
             if plain:
                 return fn(*traced, *statics)
-            specs = (*(self._param_specs(x) for x in traced[:params]), *[rows] * num_row_args)
+            param_specs = (self._param_specs(traced[0]),) if params else ()
+            specs = param_specs + (rows,) * num_row_args
             return jax.shard_map(
                 lambda *a: fn(*a, *statics),
                 mesh=self.mesh,

@@ -129,7 +129,7 @@ def in_own_parts(mesh: Mesh, model: Model) -> Mesh:
 
 
 def takes_parts(mesh: Mesh) -> bool:
-    """Return whether weights reach a sampler's mesh in parts (`in_own_parts`), to be written by `make_write`: where
+    """Return whether weights reach a sampler's mesh in parts (`in_own_parts`), to be written by `write_of`: where
     devices have the same weights as others, or have their layers apart."""
     return mesh.shape["data"] > 1 or lies_apart(mesh)
 

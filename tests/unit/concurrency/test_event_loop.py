@@ -79,7 +79,7 @@ def test_a_wait_past_its_deadline_names_itself_and_ends_the_work(make_event_loop
 
 
 def test_a_wait_for_several_that_is_given_up_leaves_no_error_to_log(make_event_loop, caplog):
-    """The collector logs errors that nobody awaited, whenever it runs."""
+    """The garbage collector logs errors that were never awaited, whenever it runs."""
     event_loop = make_event_loop()
 
     async def both():
