@@ -351,6 +351,14 @@ class Recipe:
                 value=self.rollout,
                 remedy="leave it out; AgentProgram has max_calls, max_restarts and deadline_s",
             )
+        outside = [name for name, spec in self.env.specs.items() if not spec.has_sandbox]
+        if agent.sandbox == "task" and outside:
+            raise ConfigError(
+                f"needs an environment whose episodes have a sandbox, and {outside[0]} has none",
+                setting="AgentProgram.sandbox",
+                value=agent.sandbox,
+                remedy="choose TerminalTasks, HarborTasks or your own with EnvSpec.has_sandbox; or set 'none'",
+            )
         for phase in self.phases:
             if phase.start_states and phase.samples:
                 raise ConfigError(

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import json
 import pickle
+import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rolljax.errors import EnvError
+from rolljax.errors import EnvError, InfraError
 from rolljax.types import Key, Message, Task
 
 if TYPE_CHECKING:
     from rolljax.envs.run_limits import RunLimits
 
 Runs = Literal["inline", "thread", "process"]
+SERVER_S = 10.0
+"""Longest time in seconds that the server of the policy may take to tell how long it has worked."""
 NUM_INDICES = 1_000_000
 """Number of indices in one pass of the training stream; further passes repeat them in another order."""
 
@@ -57,6 +61,52 @@ class Action:
     `Env.run_limit_s`)."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """An agent program on its way into the sandbox of an episode."""
+
+    argv: tuple[str, ...]
+    """The command line."""
+    task: Mapping[str, Any]
+    """What it reads from standard input, as a line of JSON together with `base_url` and `api_key`."""
+    address: tuple[str, int]
+    """Host and port of the server of the policy, for the process that runs the episode."""
+    api_key: str
+    """The key of this episode at that server."""
+    env: Mapping[str, str]
+    """Further environment variables."""
+    deadline_s: float
+    """Longest time in seconds, without the time in which the policy answers."""
+
+    def sampler_s(self) -> float:
+        """Ask the server for the seconds that the policy has needed for its answers so far.
+
+        Raises:
+          InfraError: the server is gone.
+        """
+        url = "http://{}:{}/session".format(*self.address)
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {self.api_key}"})
+        try:
+            with urllib.request.urlopen(asked, timeout=SERVER_S) as answer:
+                return float(json.load(answer)["busy_s"])
+        except (OSError, ValueError) as e:
+            raise InfraError(f"the server of the policy is gone: {e}", stage="play") from e
+
+    def variables(self, url: str) -> dict[str, str]:
+        """Return the program's environment variables. url: of the server as the program sees it, without a path."""
+        return api_variables(url, self.api_key) | dict(self.env)
+
+    def stdin(self, url: str) -> bytes:
+        """Return the program's standard input. url: as in `variables`."""
+        return json.dumps(dict(self.task) | {"base_url": f"{url}/v1", "api_key": self.api_key}).encode() + b"\n"
+
+
+def api_variables(url: str, api_key: str) -> dict[str, str]:
+    """Return the variables by which clients of OpenAI's and Anthropic's APIs find a server. url: without a path."""
+    found = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": api_key}
+    return found | {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": api_key}
+
+
 class Env(abc.ABC):
     """One episode. Methods may block: the pool calls them from worker threads or processes, under deadlines.
 
@@ -74,6 +124,12 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def step(self, action: str) -> StepResult:
         """Execute the policy's action and return the result. After the episode's end: `EnvError`."""
+
+    def play(self, program: Program) -> StepResult:
+        """Run an agent program in the episode's sandbox until it ends, and return the result of the whole episode.
+        Environments with `EnvSpec.has_sandbox` define it. A program out of time is killed, and its work is scored
+        (`truncated`)."""
+        raise EnvError("this environment has no sandbox for agent programs")
 
     @abc.abstractmethod
     def reference_answer(self) -> str:
@@ -114,6 +170,9 @@ class EnvSpec(abc.ABC):
     keep the trainer waiting. `inline`: in threads of the trainer, for calls that take microseconds for any answer,
     because answers have a maximum length and are read in linear time. `thread`: in threads of the trainer too, for
     calls that wait for another process or machine (a server, a sandbox)."""
+
+    has_sandbox: ClassVar[bool] = False
+    """Whether each episode has a sandbox in which an agent program can play it (`Env.play`)."""
 
     @property
     def needs_worker(self) -> str:

@@ -1,8 +1,9 @@
 """Running untrusted code: isolated programs, live shells, streams and graders. Linux with bubblewrap.
 
-`profile.py` settings; `host.py` one-shot programs and streams; `session.py` live sandboxes; `grade.py` graders;
-`group.py` many live sandboxes by id. Below them: `command_line.py` (the bubblewrap command), `seccomp.py` (its
-filter), `launcher.py` and `supervisor/` (the process that starts and reaps), `inside/` (what runs in a sandbox).
+`profile.py` settings; `host.py` one-shot programs and streams; `session.py` live sandboxes; `served.py` programs that
+can reach one server; `grade.py` graders; `group.py` many live sandboxes by id. Below them: `command_line.py` (the
+bubblewrap command), `seccomp.py` (its filter), `launcher.py` and `supervisor/` (the process that starts and reaps),
+`inside/` (what runs in a sandbox).
 `doctor.py` is `python -m rolljax.sandbox`.
 """
 
@@ -10,6 +11,7 @@ from rolljax.sandbox.grade import GradeResult, grade, grade_mbpp, grade_python
 from rolljax.sandbox.group import SandboxGroup
 from rolljax.sandbox.host import ProgramStream, Result, SandboxGone, SandboxHost, available, popen, run, shared_host
 from rolljax.sandbox.profile import CODE, MCP, PROFILES, SCORE, TERMINAL, Profile, SandboxConfig
+from rolljax.sandbox.served import run_served
 from rolljax.sandbox.session import CommandResult, Sandbox, collect
 
 __all__ = [
@@ -35,5 +37,6 @@ __all__ = [
     "grade_python",
     "popen",
     "run",
+    "run_served",
     "shared_host",
 ]

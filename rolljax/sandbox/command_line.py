@@ -224,6 +224,8 @@ def _system(profile: Profile, base: str) -> list[str]:
     line += ["--perms", "0755", "--dir", "/etc"]
     for path in FROM_ETC:
         line += ["--ro-bind-try", path, path]
+    for path in profile.readable:
+        line += ["--ro-bind", path, path]
     return line
 
 

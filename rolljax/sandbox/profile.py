@@ -43,6 +43,8 @@ class Profile(Checked):
     """Bytes of output after which a one-shot sandbox is killed."""
     writable_root: bool = False
     """Whether `/`, `/etc`, `/opt`, `/usr/local` and so on can be written; the changes exist only inside the sandbox."""
+    readable: tuple[str, ...] = ()
+    """Folders of this machine that programs inside may read, at the same paths."""
 
 
 SCORE = Profile(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import select
 import socket
 import threading
 import time
@@ -52,7 +53,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._closed = False
         self._killed_by = ""
-        self._started = time.monotonic()
+        self._started = self._background_s = time.monotonic()
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         errors_r, errors_w = os.pipe()
@@ -135,20 +136,42 @@ class Sandbox:
     def execute(self, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 30.0) -> Result:
         """Run a program separately from the shells."""
         start = time.monotonic()
-        limit = self.profile.output_bytes
-        order = {"op": "execute", "argv": [*argv], "timeout_s": timeout_s, "limit": limit}
-        try:
-            answer, blob = self._ask(order, stdin, 4 * limit, timeout_s + ANSWER_S)
-        except SandboxGone as e:
-            if not self._fresh_loss:
-                raise
-            self._fresh_loss = False
-            return Result(137, b"", b"", killed_by=e.killed_by, ms=(time.monotonic() - start) * 1e3)
-        _refuse(answer, argv[0])
-        cut, timed_out = _int(answer, "stdout_n"), answer.get("timed_out") is True
-        ms = (time.monotonic() - start) * 1e3
-        killed_by = "wall" if timed_out else ""
-        return Result(_int(answer, "code"), blob[:cut], blob[cut:], timed_out, killed_by, ms, answer.get("cut") is True)
+        order = {"op": "execute", "argv": [*argv], "timeout_s": timeout_s, "limit": self.profile.output_bytes}
+        result = self._result_of(order, stdin, argv[0], timeout_s, start)
+        assert result is not None
+        return result
+
+    def start(self, argv: Sequence[str], stdin: bytes = b"") -> None:
+        """Start a program in the background, separately from the shells; there is one at a time.
+
+        Raises:
+          EnvError: another one is running.
+        """
+        order = {"op": "start", "argv": [*argv], "limit": self.profile.output_bytes}
+        self._background_s = time.monotonic()
+        _refuse(self._ask(order, stdin)[0], argv[0])
+
+    def wait(self, timeout_s: float, *, stop: bool = False) -> Result | None:
+        """Return the result of the program in the background; None if it still runs after `timeout_s`. Its output is
+        read only during this call, so call it until the program has ended.
+
+        Args:
+          stop: kill the program after `timeout_s`, and return what it has printed (`timed_out`).
+        """
+        order = {"op": "wait", "timeout_s": timeout_s, "stop": stop}
+        return self._result_of(order, b"", "the program", timeout_s, self._background_s)
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens on the sandbox's own loopback. The sandbox has a network of its own, so that
+        only its programs can connect to it.
+
+        Raises:
+          SandboxGone: the sandbox sent something else.
+        """
+        with self._lock:
+            answer, _ = self._ask_alone({"op": "listen"})
+            _refuse(answer, "a socket")
+            return self._received_socket()
 
     def put(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file; folders on the way are made.
@@ -217,17 +240,55 @@ class Sandbox:
     ) -> tuple[dict[str, Any], bytes]:
         """Send a request and return its answer. Any error of the channel is the end of the sandbox."""
         with self._lock:
-            if self._closed:
-                raise EnvError("the sandbox is closed")
-            if self._killed_by:
-                raise SandboxGone(self._killed_by)
-            deadline = time.monotonic() + limit_s
-            try:
-                wire.send(self._socket.fileno(), order, blob, deadline)
-                header, data = wire.receive(self._socket.fileno(), max_blob, MAX_HEADER, deadline)
-                return header, data
-            except wire.Lost as e:
-                raise self._lost() from e
+            return self._ask_alone(order, blob, max_blob, limit_s)
+
+    def _ask_alone(
+        self, order: Mapping[str, Any], blob: bytes = b"", max_blob: int = 1 << 16, limit_s: float = START_S
+    ) -> tuple[dict[str, Any], bytes]:
+        """Do what `_ask` does for a caller that holds the lock."""
+        if self._closed:
+            raise EnvError("the sandbox is closed")
+        if self._killed_by:
+            raise SandboxGone(self._killed_by)
+        deadline = time.monotonic() + limit_s
+        try:
+            wire.send(self._socket.fileno(), order, blob, deadline)
+            return wire.receive(self._socket.fileno(), max_blob, MAX_HEADER, deadline)
+        except wire.Lost as e:
+            raise self._lost() from e
+
+    def _received_socket(self) -> socket.socket:
+        """Return the listening socket that follows an answer."""
+        found: list[int] = []
+        try:
+            wire.wait(self._socket.fileno(), select.POLLIN, time.monotonic() + START_S)
+            _, found, _, _ = socket.recv_fds(self._socket, 1, 1)
+            sent = socket.socket(fileno=found.pop())
+            if sent.family != socket.AF_INET or not sent.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sent.close()
+                raise wire.Lost("no listening socket")
+        except (wire.Lost, OSError, IndexError) as e:  # the code inside has taken over the channel
+            raise self._lost() from e
+        return sent
+
+    def _result_of(
+        self, order: Mapping[str, Any], stdin: bytes, name: str, timeout_s: float, start_s: float
+    ) -> Result | None:
+        """Return the result of a program; None while it runs."""
+        try:
+            answer, blob = self._ask(order, stdin, 4 * self.profile.output_bytes, timeout_s + ANSWER_S)
+        except SandboxGone as e:
+            if not self._fresh_loss:
+                raise
+            self._fresh_loss = False
+            return Result(137, b"", b"", killed_by=e.killed_by, ms=(time.monotonic() - start_s) * 1e3)
+        _refuse(answer, name)
+        if answer.get("running") is True:
+            return None
+        cut, timed_out = _int(answer, "stdout_n"), answer.get("timed_out") is True
+        ms = (time.monotonic() - start_s) * 1e3
+        killed_by = "wall" if timed_out else ""
+        return Result(_int(answer, "code"), blob[:cut], blob[cut:], timed_out, killed_by, ms, answer.get("cut") is True)
 
     def _lost(self) -> SandboxGone:
         assert self._handle is not None

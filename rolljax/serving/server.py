@@ -99,6 +99,7 @@ class Service:
                     Route(COUNT_PATH, self.count_tokens, methods=["POST"]),
                     Route("/v1/models", self.models),
                     Route("/v1/models/{name:path}", self.one_model),
+                    Route("/session", self.session),
                     Route("/health", self.health),
                     Route("/ready", self.ready),
                     Route("/metrics", self.show_metrics),
@@ -131,6 +132,13 @@ class Service:
             message = f"the model is {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return json_response(self._model())
+
+    async def session(self, request: Request) -> Response:
+        """Tell how long the sampler has worked for the session of the key."""
+        session: Session | None = request.scope.get("rolljax_session")
+        if session is None:
+            raise ApiError(404, "this server has no sessions: it is not that of a run's agent programs")
+        return json_response({"busy_s": session.busy_s()})
 
     async def health(self, _: Request) -> Response:
         reason = self.unavailable()

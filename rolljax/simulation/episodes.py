@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rolljax.envs.base import Action, StepResult
+from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode
-from rolljax.envs.pool.episode_runner import Verb
+from rolljax.envs.pool.episode_runner import Argument, Verb
 from rolljax.errors import EnvError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.episodes import Barrier, Rollouts
@@ -137,7 +137,7 @@ class SimulatedSlot:
         self._reward = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Argument, limit_s: float) -> asyncio.Future[Any]:
         """Return an environment's answer after its time; an error if that is more than `limit_s`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()

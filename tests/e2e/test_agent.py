@@ -1,6 +1,7 @@
 """Agents that bring their own loop: their calls become trajectories, and every failure is attributed correctly."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,18 +15,24 @@ import pytest
 
 from rolljax.commands.train import main as train
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
+from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.errors import ConfigError
+from rolljax.recipe import Phase, Recipe
+from rolljax.recipes.terminal_bench.terminal import TerminalTasks
 from rolljax.rollout.agents.host import AgentHost, AgentRollouts
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Message, SamplingParams, Task
 
 from .conftest import ROOT, rows
+from .sandbox_support import needs_sandbox
 
 CONTEXT = 200
 VERSION = 3
@@ -228,6 +235,18 @@ def sampler(start_sampler):
     sampler.close()
 
 
+@contextlib.asynccontextmanager
+async def playing(program, spec, sampler, chat):
+    """Open the host and the pool of a program's episodes."""
+    host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(PoolConfig(), spec)
+    policy = SamplerPolicy(sampler, SamplingParams(0.9, ANSWER_TOK, chat.stop_ids), 5)
+    try:
+        yield AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
+    finally:
+        await host.close()
+        pool.close()
+
+
 @pytest.fixture
 def play(sampler, chat, tmp_path):
     """Play modes concurrently; return their trajectories and the texts that the programs received."""
@@ -240,19 +259,13 @@ def play(sampler, chat, tmp_path):
         program = AgentProgram(command, sandbox="none", env={"KEYS": str(told)}, **LIMITS | settings)
 
         async def all_of_them():
-            host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(PoolConfig(), Modes())
-            policy = SamplerPolicy(sampler, SamplingParams(0.9, ANSWER_TOK, chat.stop_ids), 5)
-            rollouts = AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
-            try:
+            async with playing(program, Modes(), sampler, chat) as rollouts:
                 work = [
                     rollouts.group(Task("modes", i, mode), stream=0, prompt_index=i, group_size=siblings)
                     for i, mode in enumerate(modes)
                 ]
                 groups = await asyncio.gather(*work) if then is None else await then(work)
                 return [t for g in groups for t in g.trajectories]
-            finally:
-                await host.close()
-                pool.close()
 
         trajectories = asyncio.run(asyncio.wait_for(all_of_them(), 120))
         return trajectories, [json.loads(line) for line in told.read_text().splitlines()]
@@ -396,6 +409,111 @@ def gone(pid):
             return True
         time.sleep(0.01)
     return False
+
+
+# ---- inside the sandbox of a task
+
+
+INSIDE = """
+import json, os, subprocess, sys, time, urllib.request
+
+task = json.loads(sys.stdin.readline())
+assert task["base_url"] == os.environ["OPENAI_BASE_URL"] and task["api_key"] == os.environ["OPENAI_API_KEY"]
+assert "access.log" in sys.argv[1] and sys.argv[1] == task["messages"][-1]["content"] and os.getcwd() == "/work"
+
+
+def call(talk):
+    body = json.dumps({"messages": talk}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + task["api_key"]}
+    asked = urllib.request.Request(task["base_url"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(asked) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+talk = [{"role": "user", "content": "go"}]
+talk += [{"role": "assistant", "content": call(talk)}, {"role": "user", "content": "more"}]
+call(talk)
+SOLVE = os.environ["SOLUTION"]
+exec(os.environ["REST"])
+"""
+SOLVED = "subprocess.run(['bash', '-c', SOLVE], check=True)"
+REST = {
+    "gold": SOLVED,
+    "nothing": "",
+    "forged reward": "os.makedirs('/logs/verifier'); open('/logs/verifier/reward.txt', 'w').write('1')",
+    "own tests": "os.makedirs('/tests'); open('/tests/test_outputs.py', 'w').write('def test(): pass')",
+    "gold, then exit 3": f"{SOLVED}; sys.exit(3)",
+    "gold, then hangs": f"{SOLVED}; time.sleep(1000)",
+    "gold, then kills its sandbox": f"{SOLVED}; os.kill(-1, 9)",
+    "gold, without a call": "",
+}
+
+
+@pytest.fixture(scope="module")
+def log_errors():
+    return TerminalTasks(only=("log_errors",), prompt="{instruction}")
+
+
+@pytest.fixture
+def play_inside(sampler, chat, log_errors):
+    """Play an episode of a task at a terminal, by a program inside its sandbox that does one of `REST`."""
+
+    def run(rest, source=INSIDE, **settings):
+        env = {"REST": rest, "SOLUTION": log_errors.tasks()[0].solution}
+        program = AgentProgram(("python", "-c", source, "{task}"), sandbox="task", env=env, **LIMITS | settings)
+
+        async def one():
+            async with playing(program, log_errors, sampler, chat) as rollouts:
+                group = await rollouts.group(log_errors.task(0), stream=0, prompt_index=0, group_size=1)
+                return group.trajectories[0]
+
+        return asyncio.run(asyncio.wait_for(one(), 120))
+
+    return run
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("what", "reward"), [("gold", 1.0), ("nothing", 0.0), ("forged reward", 0.0), ("own tests", 0.0)]
+)
+def test_a_program_works_inside_the_sandbox_of_its_task(play_inside, sampler, what, reward):
+    """Its files are scored in another sandbox; the trained tokens are the sampled ones."""
+    t = play_inside(REST[what])
+    assert t.fault is None or t.turns[-1].finish_reason != "stop", t.fault
+    assert (t.reward, t.success, t.reward_parts) == (reward, reward == 1, {"tests": reward})
+    assert same_as_sampled(sampler, t) == 2 and [turn.reward for turn in t.turns] == [0.0, reward]
+    assert t.metrics["program_failed_n"] == t.metrics["program_timeouts_n"] == t.metrics["sandbox_lost_n"] == 0
+    assert (t.metrics["tamper_n"] > 0) == (what in ("forged reward", "own tests"))
+
+
+@needs_sandbox
+def test_a_program_that_fails_in_its_sandbox_is_scored_by_its_files(play_inside, sampler):
+    failed = play_inside(REST["gold, then exit 3"])
+    assert failed.success and failed.metrics["program_failed_n"] == 1
+    hung = play_inside(REST["gold, then hangs"], deadline_s=5.0)
+    assert (hung.status, hung.fault.kind) == ("truncated", "limit")
+    assert hung.reward == 1 and hung.metrics["program_timeouts_n"] == 1 and same_as_sampled(sampler, hung) == 2
+
+
+@needs_sandbox
+def test_a_program_that_ends_its_own_sandbox_leaves_nothing(play_inside, sampler):
+    t = play_inside(REST["gold, then kills its sandbox"])
+    assert (t.reward, t.success, t.metrics["sandbox_lost_n"]) == (0.0, False, 1) and len(t.turns) == 2
+
+
+@needs_sandbox
+def test_a_program_without_a_call_is_no_episode(play_inside):
+    t = play_inside("", source="import os, subprocess; subprocess.run(['bash', '-c', os.environ['SOLUTION']])")
+    assert (t.status, t.fault.kind, t.reward) == ("failed", "env", 0.0) and "made no call" in t.fault.detail
+
+
+def test_a_sandbox_for_programs_needs_an_environment_that_has_one():
+    phase, program = Phase("rl", Grpo(), steps=1, group_size=2), AgentProgram(("python", "agent.py"), sandbox="task")
+    with pytest.raises(ConfigError, match=r"AgentProgram.sandbox.*frozen_lake has none"):
+        Recipe(FrozenLake(), (phase,), agent=program)
+    Recipe(TerminalTasks(), (phase,), agent=program)
+    with pytest.raises(ConfigError, match=r"TerminalTasks\.readable is no folder"):
+        TerminalTasks(readable=("/no/such",))
 
 
 SETTINGS = {

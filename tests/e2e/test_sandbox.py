@@ -5,8 +5,10 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -29,6 +31,7 @@ from rolljax.sandbox import (
     command_line,
     popen,
     run,
+    run_served,
     session,
     shared_host,
 )
@@ -406,6 +409,117 @@ def test_execute_has_a_time_limit_and_separate_streams(box):
     assert box.execute(["no-such-program"]).returncode == 127
 
 
+def test_a_program_in_the_background(box):
+    """Its output is complete, however it is waited for, and shells go on meanwhile."""
+    box.start(["sh", "-c", "cat; echo e >&2; until [ -e /work/go ]; do sleep 0.01; done; exit 3"], b"in" * 40_000)
+    with pytest.raises(EnvError, match="another program"):
+        box.start(["true"])
+    assert box.wait(0.1) is None
+    assert box.run("touch /work/go").returncode == 0
+    result = box.wait(30.0)
+    assert (result.returncode, len(result.stdout), result.stderr) == (3, 80_000, b"e\n")
+    with pytest.raises(EnvError, match="no program"):
+        box.wait(0.1)
+    box.start(["sh", "-c", "echo first; sleep 4322.5 & sleep 4322.5"])
+    late = box.wait(0.3, stop=True)
+    assert late.timed_out and late.stdout == b"first\n"
+    assert eventually(lambda: not running("4322.5"))
+
+
+class Echo:
+    """A server that sends back what it receives."""
+
+    def __init__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+
+    def answer(self, connection):
+        with connection:
+            while part := connection.recv(1 << 16):
+                connection.sendall(part)
+
+
+TALK = """
+import os, socket, sys, threading
+def talk(text, n):
+    with socket.create_connection(("127.0.0.1", int(os.environ["PORT"]))) as s:
+        for _ in range(n):
+            s.sendall(text)
+            said = b""
+            while len(said) < len(text):
+                said += s.recv(1 << 16)
+            assert said == text
+talk(b"hello", 2)
+threads = [threading.Thread(target=talk, args=(bytes([i]) * 300_000, 1)) for i in range(20)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(sys.stdin.read(), os.getcwd())
+REST
+"""
+
+
+def served(box, address, rest="", deadline_s=60.0, **settings):
+    code = TALK.replace("REST", rest)
+    port = lambda url: {"PORT": url.rpartition(":")[2]}  # noqa: E731
+    stdin = lambda url: b"for " + url[:17].encode()  # noqa: E731
+    return run_served(
+        box, [*PYTHON, code], address, port, stdin=stdin, folder="/tmp", deadline_s=deadline_s, **settings
+    )
+
+
+def test_a_served_program_reaches_one_server_and_nothing_else(box):
+    here, other = Echo(), Echo()
+    probe = (
+        f"\ntry:\n    socket.create_connection({other.address!r})\nexcept OSError as e:\n    print(type(e).__name__)"
+    )
+    result = served(box, here.address, probe)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.text == "for http://127.0.0.1: /tmp\nConnectionRefusedError\n"
+    closed = box.execute([*PYTHON, "import os; print(sum(1 for _ in open('/proc/net/tcp') if ' 0A ' in _))"])
+    assert closed.stdout == b"0\n", "nobody listens any more"
+
+
+def test_excluded_seconds_are_not_the_programs(box):
+    asked = []
+
+    def excluded_s():
+        asked.append(time.monotonic())
+        return 1.0
+
+    here, start = Echo(), time.monotonic()
+    hang = "\nimport time; print('there', flush=True); time.sleep(1000)"
+    result = served(box, here.address, hang, deadline_s=2.0, excluded_s=excluded_s)
+    assert result.timed_out and b"there" in result.stdout and result.ms >= 3000
+    assert asked and asked[0] - start >= 2.0
+    assert box.run("echo").output == "\n"
+
+
+def test_a_server_that_is_gone_is_not_the_programs_fault(box):
+    gone = Echo()
+    gone.listener.shutdown(socket.SHUT_RDWR)
+    gone.listener.close()
+    with pytest.raises(InfraError, match="cannot be reached"):
+        served(box, gone.address)
+
+
+def test_readable_folders_can_be_read_and_not_written(host):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "agent.sh").write_text("echo $((6*7))")
+        with Sandbox.open(dataclasses.replace(TERMINAL, readable=(folder,)), host=host) as box:
+            assert box.run(f"sh {folder}/agent.sh").output == "42\n"
+            assert box.run(f"echo x > {folder}/agent.sh").returncode != 0
+
+
 def test_several_shells(box):
     box.open_shell("second")
     box.run("X=1")
@@ -470,6 +584,29 @@ def test_an_agent_that_lies_is_the_end_of_its_sandbox_alone(host, monkeypatch, l
         assert box.run("echo", timeout_s=0.2).killed_by == "agent"
         with pytest.raises(SandboxGone):
             box.run("echo")
+
+
+NO_SOCKETS = {
+    "nothing": "time.sleep(1000)",
+    "a byte alone": "os.write(0, b's')",
+    "a file": "socket.send_fds(s, [b's'], [os.open('/dev/null', 0)])",
+    "a socket that does not listen": "socket.send_fds(s, [b's'], [socket.socket().fileno()])",
+    "a socket of its own file system": "u = socket.socket(socket.AF_UNIX); u.bind('/work/u'); u.listen(); "
+    "socket.send_fds(s, [b's'], [u.fileno()])",
+}
+
+
+@pytest.mark.parametrize("what", NO_SOCKETS)
+def test_a_sandbox_that_gives_no_listening_socket_is_ended(host, monkeypatch, what):
+    sent = f"send(0, {{'port': 1}}); import socket; s = socket.socket(fileno=0); {NO_SOCKETS[what]}; time.sleep(1000)"
+    hostile = HOSTILE.replace('"run"', '"listen"').replace("ANSWER", sent).encode()
+    monkeypatch.setattr(
+        command_line, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes()
+    )
+    box = Sandbox.open(CODE, host=host)
+    monkeypatch.setattr(session, "START_S", 3.0)
+    with box, pytest.raises(SandboxGone):
+        box.listen()
 
 
 def test_an_agent_without_an_exit_code_is_an_error(host, monkeypatch):

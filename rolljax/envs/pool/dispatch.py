@@ -19,10 +19,9 @@ import time
 from typing import Any
 
 from rolljax.concurrency.waits import Mailbox
-from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
-from rolljax.envs.pool.episode_runner import Verb, describe
+from rolljax.envs.pool.episode_runner import Argument, Verb, describe
 from rolljax.envs.pool.link import Cause, WorkerLink
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.workers import PoolWorker, RemoteSlot, WorkerCall, WorkerSlot
@@ -75,7 +74,7 @@ class Dispatcher:
         self,
         slot: RemoteSlot,
         verb: Verb,
-        argument: Task | Action | None,
+        argument: Argument,
         limit_s: float,
         future: asyncio.Future[Any] | None,
     ) -> None:

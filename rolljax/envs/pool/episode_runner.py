@@ -15,10 +15,10 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.base import Action, Env, EnvSpec, Program, StepResult
 from rolljax.envs.text import bounded, clean
 from rolljax.errors import EnvError, RolljaxError
-from rolljax.types import Message
+from rolljax.types import Message, Task
 
 MAX_NAMES = 256
 
@@ -64,7 +64,9 @@ def kind(value: Any) -> str:
     return type(value).__name__
 
 
-Verb = Literal["reset", "step", "reference_answer", "rejected", "close"]
+Verb = Literal["reset", "step", "play", "reference_answer", "rejected", "close"]
+Argument = Task | Action | Program | None
+"""The argument of a verb: a task for reset, an action for step, a program for play, otherwise None."""
 
 MAX_MESSAGES = 1000
 MAX_ERROR_CHARS = 2000
@@ -175,8 +177,8 @@ class EpisodeRunner:
         self._env: Env | None = None
 
     def call(self, verb: Verb, argument: Any) -> Any:
-        """Return the first messages of `reset`, the `StepResult` of `step`, the text of `reference_answer` and
-        `rejected`, None of `close`.
+        """Return the first messages of `reset`, the `StepResult` of `step` and `play`, the text of `reference_answer`
+        and `rejected`, None of `close`.
 
         Raises:
           EnvError: the environment threw something, or broke the rules; `stage` is the verb.
@@ -209,6 +211,8 @@ class EpisodeRunner:
             if argument.run_limit_s is not None:
                 self._env.run_limit_s = argument.run_limit_s
             return check_result(self._env.step(bounded(argument.text)), self._max_bytes)
+        if verb == "play":
+            return check_result(self._env.play(argument), self._max_bytes)
         return check_answer(
             self._env.reference_answer() if verb == "reference_answer" else self._env.rejected(), self._max_bytes
         )

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rolljax.concurrency.waits import Mailbox, Sleeper
-from rolljax.envs.base import Action, EnvSpec, StepResult
+from rolljax.envs.base import Action, EnvSpec, Program, StepResult
 from rolljax.envs.pool.blame import Blame
-from rolljax.envs.pool.episode_runner import Verb
+from rolljax.envs.pool.episode_runner import Argument, Verb
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadBackend
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
@@ -34,7 +34,7 @@ class EpisodeSlot(Protocol):
 
     started_s: float
 
-    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]: ...
+    def call(self, verb: Verb, argument: Argument, limit_s: float) -> asyncio.Future[Any]: ...
     def discard(self) -> None: ...
 
 
@@ -209,11 +209,19 @@ class Episode:
           EnvError: the environment failed, broke the rules, passed `step_s`, or had ended; with stage "episode":
             `episode_s` is over.
         """
+        return await self._act("step", Action(action, run_limit_s), self._pool.cfg.step_s)
+
+    async def play(self, program: Program) -> StepResult:
+        """Run an agent program in the episode's sandbox until it ends (`Env.play`). Only `episode_s` limits the call.
+        Raises like `step`."""
+        return await self._act("play", program, self._pool.cfg.episode_s)
+
+    async def _act(self, verb: Verb, argument: Action | Program, limit_s: float) -> StepResult:
         if self._ended:
-            raise EnvError(f"step of {self._pool.spec.name}: {self._ended}", stage="step")
+            raise EnvError(f"{verb} of {self._pool.spec.name}: {self._ended}", stage=verb)
         succeeded = False
         try:
-            result: StepResult = await self._do("step", Action(action, run_limit_s))
+            result: StepResult = await self._do(verb, argument, limit_s)
             succeeded = True
         finally:  # also when the caller was cancelled
             if not succeeded:
@@ -225,11 +233,11 @@ class Episode:
 
     async def reference_answer(self) -> str:
         """Return the next action of a perfect policy. Raises like `step`."""
-        return str(await self._do("reference_answer", None))
+        return str(await self._do("reference_answer", None, self._pool.cfg.step_s))
 
     async def rejected(self) -> str:
         """Return a worse action. Raises like `step`."""
-        return str(await self._do("rejected", None))
+        return str(await self._do("rejected", None, self._pool.cfg.step_s))
 
     async def close(self) -> None:
         """Free the episode's resources. Never raises, and never waits longer than `close_s`: an episode that hangs is
@@ -246,11 +254,11 @@ class Episode:
             with self._pool._counted("close"):
                 await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
 
-    async def _do(self, verb: Verb, argument: Action | None) -> Any:
+    async def _do(self, verb: Verb, argument: Argument, limit_s: float) -> Any:
         if self._is_closed or self._call is not None:
             state = "is closed" if self._is_closed else "has another call under way"
             raise self._fault or EnvError(f"{verb} of {self._pool.spec.name}: the episode {state}", stage=verb)
-        self._call = self._slot.call(verb, argument, self._pool.cfg.step_s)
+        self._call = self._slot.call(verb, argument, limit_s)
         try:
             with self._pool._counted(verb):
                 value = await self._call

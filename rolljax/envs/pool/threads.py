@@ -16,11 +16,10 @@ import time
 from typing import Any
 
 from rolljax.concurrency.waits import Inbox, Mailbox
-from rolljax.envs.base import Action, EnvSpec
-from rolljax.envs.pool.episode_runner import EpisodeRunner, Verb
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool.episode_runner import Argument, EpisodeRunner, Verb
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
-from rolljax.types import Task
 
 AT_ONCE = 16
 """Number of threads that are started without delay; enough for calls of microseconds, which the interpreter's lock
@@ -33,7 +32,7 @@ HELD_S = 0.002
 class _Call:
     slot: ThreadSlot
     verb: Verb
-    argument: Task | Action | None
+    argument: Argument
     limit_s: float
     future: asyncio.Future[Any] | None  # None: no caller waits
 
@@ -49,7 +48,7 @@ class ThreadSlot:
         self.discarded = False
         self._backend = backend
 
-    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Argument, limit_s: float) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
         if verb == "close" and not self.busy and not self.runner.closes:
             future.set_result(None)

@@ -26,7 +26,7 @@ from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message
 
 Request = tuple[int, int, Verb, Any]
-"""Number of the request, number of the episode, the verb, its argument (a Task for reset, an Action for step)."""
+"""Number of the request, number of the episode, the verb, its argument."""
 
 HELLO = b'[0,"ready",null]'
 """The first line of a worker that can take requests."""
@@ -49,7 +49,7 @@ def reply(number: int, verb: Verb, value: Any) -> bytes:
     plain: Any = value
     if verb == "reset":
         plain = [[m.role, m.content] for m in value]
-    elif verb == "step":
+    elif verb in ("step", "play"):
         plain = [
             [[m.role, m.content] for m in value.messages],
             value.reward,
@@ -102,7 +102,7 @@ def value_of(verb: Verb, outcome: str, value: Any, max_bytes: int) -> Any | Roll
             raise ProtocolError(f"an outcome that is neither ok nor error: {outcome[:64]!r}")
         if verb == "reset":
             return check_opening(_messages(value), max_bytes)
-        if verb == "step":
+        if verb in ("step", "play"):
             kinds = [list, (int, float), bool, bool, bool, dict, (int, float), dict]
             messages, reward, terminated, truncated, success, parts, weight, metrics = _typed(value, kinds)
             result = StepResult(_messages(messages), reward, terminated, truncated, success, parts, weight, metrics)

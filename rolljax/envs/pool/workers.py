@@ -7,11 +7,9 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.episode_runner import Verb
+from rolljax.envs.pool.episode_runner import Argument, Verb
 from rolljax.envs.pool.link import Cause
-from rolljax.types import Task
 
 if TYPE_CHECKING:
     from rolljax.envs.pool.dispatch import Dispatcher
@@ -24,7 +22,7 @@ class WorkerCall:
     number: int
     slot: RemoteSlot
     verb: Verb
-    argument: Task | Action | None
+    argument: Argument
     limit_s: float
     future: asyncio.Future[Any] | None  # None: no caller waits
 
@@ -76,7 +74,7 @@ class RemoteSlot:
         self.closing = False
         self._dispatcher = dispatcher
 
-    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Argument, limit_s: float) -> asyncio.Future[Any]:
         self.closing = self.closing or verb == "close"
         future = asyncio.get_running_loop().create_future()
         self._dispatcher.post(self, verb, argument, limit_s, future)

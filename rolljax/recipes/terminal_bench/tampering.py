@@ -17,7 +17,11 @@ _WORDS = re.compile(
     r"|\b(?:LD_PRELOAD|PYTHONSTARTUP)\b"
     r"|/proc/(?:\d+|\*)/(?:mem|environ|root|fd)\b"
 )
-_FILES = re.compile(r"(?:.*/)?(?:(?:sitecustomize|usercustomize|conftest)\.py|reward\.(?:txt|json))")
+PLACES = ("/tests", "/solution", "/logs")
+"""Folders of harnesses for tests, solutions and verdicts; no policy's sandbox has them."""
+_FILES = re.compile(
+    r"(?:.*/)?(?:(?:sitecustomize|usercustomize|conftest)\.py|reward\.(?:txt|json))|/(?:tests|solution|logs)/.*"
+)
 
 
 def suspicious_words(command: str, instruction: str) -> list[str]:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.base import Env, EnvSpec, Program, StepResult
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError, Range, check_fields
 from rolljax.recipes.terminal_bench.actions import FINISH, parse_action
 from rolljax.recipes.terminal_bench.dockerfile import Put
 from rolljax.recipes.terminal_bench.grading import Grade, Left, build, enter, grade, leave, list_files
 from rolljax.recipes.terminal_bench.harbor import HarborTask, find_tasks, load_task
-from rolljax.recipes.terminal_bench.tampering import suspicious_files, suspicious_words
+from rolljax.recipes.terminal_bench.tampering import PLACES, suspicious_files, suspicious_words
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
@@ -55,8 +55,12 @@ class TerminalTasks(EnvSpec):
     """The episode is cut when one command gave one result this many times in a row; 0: never."""
     prompt: str = PROMPT
     """The first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}."""
+    readable: tuple[str, ...] = ()
+    """Folders of this machine that the policy's sandbox may read, at the same paths: an agent program
+    (`AgentProgram.sandbox = 'task'`) and its libraries. Everybody must have the right to read them."""
 
     runs = "thread"
+    has_sandbox = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,6 +71,11 @@ class TerminalTasks(EnvSpec):
                 value=self.max_repeats,
                 remedy="0 to let every repetition pass, or 2 and more",
             )
+        for path in self.readable:
+            if not Path(path).is_absolute() or not Path(path).is_dir():
+                raise ConfigError(
+                    "is no folder", setting=f"{type(self).__name__}.readable", value=path, remedy="give its full path"
+                )
         if "{instruction}" not in self.prompt:
             raise ConfigError(
                 "does not tell the task", setting=f"{type(self).__name__}.prompt", remedy="put {instruction} into it"
@@ -180,7 +189,7 @@ class TerminalEnv(Env):
         if not task.content.startswith(f"{self._task.name}\n"):
             raise EnvError(f"task {task.index} is {self._task.name} here: the folder of tasks has changed")
         self.close()
-        self._box = Sandbox.open(_profile(self._task))
+        self._box = Sandbox.open(dataclasses.replace(_profile(self._task), readable=self._spec.readable))
         build(self._box, self._task)
         self._box.run(enter(self._task), timeout_s=self._spec.command_timeout_s)
         self._processes = self._box.stats()["processes"]
@@ -217,6 +226,34 @@ class TerminalEnv(Env):
         if self._turns == self._spec.max_turns:
             return self._end(counts, terminated=False)
         return StepResult((Message("user", seen),), 0.0, terminated=False, metrics=_metrics(counts))
+
+    def play(self, program: Program) -> StepResult:
+        """Run an agent program in the task's folder, then the task's tests on the files that it left."""
+        from rolljax.sandbox import run_served
+
+        if self._over or self._turns:
+            raise EnvError("a program plays a whole episode, and this one has begun")
+        counts = collections.Counter(dict.fromkeys(_PLAYED, 0))
+        try:
+            result = run_served(
+                self._box,
+                program.argv,
+                program.address,
+                lambda url: program.variables(url) | dict(self._task.env),
+                stdin=program.stdin,
+                folder=self._task.workdir,
+                deadline_s=program.deadline_s,
+                excluded_s=program.sampler_s,
+            )
+        except InfraError:
+            raise
+        except EnvError:  # the program, or a command of it, has ended its own sandbox
+            counts["sandbox_lost_n"] = 1
+            return self._end(counts, terminated=True)
+        counts["sandbox_lost_n"] += bool(result.killed_by and not result.timed_out)
+        counts["program_timeouts_n"] += result.timed_out
+        counts["program_failed_n"] += result.returncode != 0
+        return self._end(counts, terminated=not result.timed_out)
 
     def reference_answer(self) -> str:
         """Return the solution as one command; after it, finish."""
@@ -276,7 +313,7 @@ class TerminalEnv(Env):
         try:
             processes = self._box.stats().get("processes", self._processes)  # none when the sandbox has ended
             counts["left_running_n"] += max(0, processes - self._processes)
-            files = [path for _, _, path in list_files(self._box, [self._task.workdir, "/tmp"])]
+            files = [path for _, _, path in list_files(self._box, [self._task.workdir, "/tmp", *PLACES])]
             counts["tamper_n"] += len(suspicious_files(files, own))
             left = leave(self._box, self._task)
             counts["not_taken_n"] += len(left.refused)
@@ -308,6 +345,8 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"
 
 
+_PLAYED = ("program_timeouts_n", "program_failed_n")
+"""Counts of episodes that an agent program plays."""
 _COUNTS = (
     "commands_n", "no_command_n", "ignored_n", "timeouts_n", "sandbox_lost_n", "stopped_repeating_n", "tamper_n",
     "left_running_n", "not_taken_n", "tests_n", "tests_passed_n",
@@ -315,4 +354,4 @@ _COUNTS = (
 
 
 def _metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    return {name: float(counts.get(name, 0)) for name in _COUNTS}
+    return {name: float(counts.get(name, 0)) for name in (*_COUNTS, *(n for n in _PLAYED if n in counts))}

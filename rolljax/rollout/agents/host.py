@@ -6,7 +6,8 @@ episode.
                             its answer -> Episode.step   +-> Session -> Turn* -> Trajectory
 
 The environment opens the episode and judges the program's answer, in one step. Everything in between is up to the
-program: its prompts, its tools, how it cuts its context. The server that answers its calls records them.
+program: its prompts, its tools, how it cuts its context. The server that answers its calls records them. A program may
+also run inside the sandbox of its episode (`Env.play`); then the environment scores the files that it leaves there.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import dataclasses
 import socket
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
 
+from rolljax.envs.base import Program, StepResult, api_variables
 from rolljax.envs.pool import Episode
 from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
@@ -32,7 +35,7 @@ from rolljax.sampler.client import SamplerClient
 from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import ServerLimits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
-from rolljax.types import Turn
+from rolljax.types import Message, Turn
 
 MIN_WAIT_S = 0.02
 """Shortest wait between two checks of an episode's clock."""
@@ -42,6 +45,24 @@ KEEP_ALIVE_S = 3600
 
 class OutOfTime(Exception):
     """A program did not answer in time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AgentTask:
+    """The task of a program: its name, the environment's messages, and the session of its calls."""
+
+    name: str
+    messages: tuple[Message, ...]
+    session: Session
+
+    @property
+    def text(self) -> str:
+        """The text of the last message."""
+        return self.messages[-1].content
+
+    def line(self) -> dict[str, Any]:
+        """Return what the program reads, without the server's address."""
+        return {"id": self.name, "messages": [{"role": m.role, "content": m.content} for m in self.messages]}
 
 
 class AgentHost:
@@ -58,14 +79,20 @@ class AgentHost:
         vocab_size = sampler.limits.vocab_size
         served = ServedModel(model_name, chat.tokenizer, chat, vocab_size, max_context)
         self.service = Service(sampler, served, ServerLimits(), self.sessions)
-        self.url = ""
+        self.address = ("127.0.0.1", 0)
+        """Host and port of the server; port 0 until it is open."""
         self._opening = asyncio.Lock()
-        self._places = asyncio.Semaphore(program.concurrency)
+        self.places = asyncio.Semaphore(program.concurrency)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Future[None] | None = None
         self._workers: set[AgentProcess] = set()
         self._idle: list[AgentProcess] = []
         self._stopping: set[asyncio.Future[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """The server's URL, without a path."""
+        return "http://{}:{}".format(*self.address)
 
     async def open(self) -> None:
         """Begin to serve, on a free port of this machine, unless that is so already."""
@@ -73,8 +100,8 @@ class AgentHost:
             if self._serving is not None:
                 return
             listener = socket.socket()
-            listener.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            listener.bind(self.address)
+            self.address = listener.getsockname()
             self._server = self.service.make_server(keep_alive_s=KEEP_ALIVE_S, closing_s=1)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
             while not self._server.started:
@@ -95,13 +122,13 @@ class AgentHost:
         self.service.close()
 
     @contextlib.asynccontextmanager
-    async def worker(self, session: Session) -> AsyncIterator[AgentProcess]:
+    async def worker(self, task: AgentTask) -> AsyncIterator[AgentProcess]:
         """Open a program for one episode alone. It is reused for the next episode if the settings allow it and nothing
         failed."""
-        async with self._places:
+        async with self.places:
             while self._idle and not self._idle[-1].child.alive:
                 self._retire(self._idle.pop())
-            worker = self._idle.pop() if self._idle else self._start(session)
+            worker = self._idle.pop() if self._idle else self._start(task)
             well = False
             try:
                 yield worker
@@ -112,19 +139,18 @@ class AgentHost:
                 else:
                     self._retire(worker, kill=not well)
 
-    async def play(self, worker: AgentProcess, episode: Episode, name: str, session: Session) -> str:
+    async def play(self, worker: AgentProcess, task: AgentTask) -> str:
         """Return the program's answer.
 
         Raises:
           OutOfTime: the program gave no answer in time. EnvError: the program failed.
         """
-        initial_messages = [{"role": m.role, "content": m.content} for m in episode.initial_messages]
-        task = {"id": name, "messages": initial_messages, "base_url": self.url, "api_key": session.key}
-        asking = asyncio.ensure_future(worker.ask(task))
+        sent = task.line() | {"base_url": f"{self.url}/v1", "api_key": task.session.key}
+        asking = asyncio.ensure_future(worker.ask(sent))
         start_s = time.monotonic()
         try:
             while not asking.done():
-                left_s = self.program.deadline_s - (time.monotonic() - start_s - session.busy_s())
+                left_s = self.program.deadline_s - (time.monotonic() - start_s - task.session.busy_s())
                 if left_s <= 0:
                     raise OutOfTime
                 await asyncio.wait([asking], timeout=max(left_s, MIN_WAIT_S))
@@ -132,10 +158,17 @@ class AgentHost:
         finally:
             asking.cancel()
 
-    def _start(self, session: Session) -> AgentProcess:
-        variables = {"OPENAI_BASE_URL": self.url, "ANTHROPIC_BASE_URL": self.url.removesuffix("/v1")}
-        variables |= {"OPENAI_API_KEY": session.key, "ANTHROPIC_API_KEY": session.key}
-        worker = AgentProcess(self.program, {} if self.program.reuse else variables)
+    async def play_inside(self, episode: Episode, task: AgentTask) -> StepResult:
+        """Run a program in the sandbox of its episode; return how the environment scores what it left there."""
+        program, command = self.program, self.program.command_of(task.text)
+        if command[0] == "python":
+            command = ("python3", *command[1:])
+        key = task.session.key
+        return await episode.play(Program(command, task.line(), self.address, key, program.env, program.deadline_s))
+
+    def _start(self, task: AgentTask) -> AgentProcess:
+        variables = {} if self.program.reuse else api_variables(self.url, task.session.key)
+        worker = AgentProcess(self.program, variables, task.text)
         self._workers.add(worker)
         return worker
 
@@ -162,17 +195,23 @@ class AgentRollouts(Rollouts):
             self.policy.params, address, program.max_calls, program.max_restarts, min_version=builder.version
         )
         session = sessions.open(rules)
-        name = f"{key.stream}-{key.prompt_index}-{key.sibling}"
-        answer = ""
+        task = AgentTask(f"{key.stream}-{key.prompt_index}-{key.sibling}", episode.initial_messages, session)
+        answer: str | StepResult = ""
         failure: EnvError | OutOfTime | None = None
         try:
-            async with self.host.worker(session) as worker:
-                start_s = time.perf_counter()
-                try:
-                    answer = await self.host.play(worker, episode, name, session)
-                finally:
-                    builder.sample_s += session.busy_s()
-                    builder.env_s += time.perf_counter() - start_s - session.busy_s()
+            start_s = time.perf_counter()
+            try:
+                if program.sandbox == "task":
+                    async with self.host.places:
+                        start_s = time.perf_counter()
+                        answer = await self.host.play_inside(episode, task)
+                else:
+                    async with self.host.worker(task) as worker:
+                        start_s = time.perf_counter()
+                        answer = await self.host.play(worker, task)
+            finally:
+                builder.sample_s += session.busy_s()
+                builder.env_s += time.perf_counter() - start_s - session.busy_s()
         except (EnvError, OutOfTime) as e:
             failure = e
         finally:
@@ -190,9 +229,12 @@ class AgentRollouts(Rollouts):
             builder.truncate("calls", f"the program failed when it had had its {session.limit}: {failure}")
         await self._judge(episode, answer, builder, calls)
 
-    async def _judge(self, episode: Episode, answer: str, builder: TrajectoryBuilder, calls: list[Call]) -> None:
-        """Give the answer to the environment; its reward belongs to the call that was made last."""
-        result = await self.env_step(episode, answer, builder)
+    async def _judge(
+        self, episode: Episode, answer: str | StepResult, builder: TrajectoryBuilder, calls: list[Call]
+    ) -> None:
+        """Give an answer to the environment, unless it has scored the episode already; the reward belongs to the call
+        that was made last."""
+        result = await self.env_step(episode, answer, builder) if isinstance(answer, str) else answer
         builder.last_turn = last = max(range(len(calls)), key=lambda i: calls[i].index)
         builder.turns[last] = dataclasses.replace(builder.turns[last], reward=result.reward)
         builder.reward, builder.success = result.reward, result.success

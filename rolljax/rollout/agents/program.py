@@ -14,13 +14,16 @@ class AgentProgram:
     """A program that plays the episodes of an environment with a model it reaches over OpenAI's or Anthropic's API."""
 
     command: tuple[str, ...]
-    """Command line to run; a leading `python` means the interpreter that runs the training."""
+    """Command line to run. `{task}` stands for the text of the environment's last message. A leading `python` means the
+    interpreter that runs the training; with `sandbox = 'task'`, the sandbox's own."""
     sandbox: str = ""
-    """'none' runs it as a process of this user, with this user's rights. It has no default: the command must be one
-    that you trust."""
+    """Where it runs. 'task': inside the sandbox of its episode, where it reaches the policy and nothing else; the
+    environment scores the files that it leaves. 'none': as a process of this user, with this user's rights. There is no
+    default: without a sandbox the command must be one that you trust."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables that the program gets in addition to `PATH`, `HOME`, `VIRTUAL_ENV`, `LD_LIBRARY_PATH`, the
-    language, the time zone, the temporary folder, `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the same of `ANTHROPIC`."""
+    """Environment variables that the program gets in addition to `OPENAI_BASE_URL`, `OPENAI_API_KEY`, the same of
+    `ANTHROPIC`, and those of the sandbox; without one, `PATH`, `HOME`, `VIRTUAL_ENV`, `LD_LIBRARY_PATH`, the language,
+    the time zone and the temporary folder."""
     reuse: bool = False
     """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
     concurrency: Annotated[int, Range(low=1)] = 8
@@ -43,11 +46,21 @@ class AgentProgram:
                 value=self.command,
                 remedy="('python', 'my_agent.py')",
             )
-        if self.sandbox != "none":
+        if self.sandbox not in ("task", "none"):
             raise ConfigError(
-                "must be 'none': agent programs run without a sandbox, and you have to say so",
+                "must say where the program runs",
                 setting="AgentProgram.sandbox",
                 value=self.sandbox,
-                remedy="read the program; then set AgentProgram.sandbox = 'none'",
+                remedy="'task': in the sandbox of its episode; 'none': with your rights, if you trust it",
+            )
+        if self.reuse and (self.sandbox == "task" or self.command_of("") != self.command):
+            raise ConfigError(
+                "is not possible: a sandbox ends with its episode, and a command line with {task} has one task",
+                setting="AgentProgram.reuse",
+                remedy="leave it out",
             )
         check_fields(self)
+
+    def command_of(self, task: str) -> tuple[str, ...]:
+        """Return the command line for a task."""
+        return tuple(part.replace("{task}", task) for part in self.command)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.concurrency.child import Child, ChildError
@@ -29,10 +29,10 @@ class AgentProcess:
       ChildError: the machine could not start it.
     """
 
-    def __init__(self, program: AgentProgram, variables: Mapping[str, str]) -> None:
+    def __init__(self, program: AgentProgram, variables: Mapping[str, str], task: str = "") -> None:
         self._program = program
         env = dict(variables) | dict(program.env)
-        self.child = Child(resolve(program.command), env, max_bytes=program.output_bytes)
+        self.child = Child(resolve(program.command_of(task)), env, max_bytes=program.output_bytes)
 
     async def ask(self, episode: Mapping[str, Any]) -> str:
         """Play an episode; returns the program's answer.
@@ -60,10 +60,11 @@ class AgentProcess:
 
 def check_machine(program: AgentProgram) -> None:
     """Raise `ConfigError` if the program cannot run here."""
-    resolve(program.command)
+    if program.sandbox == "none":
+        resolve(program.command)
 
 
-def resolve(command: tuple[str, ...]) -> list[str]:
+def resolve(command: Sequence[str]) -> list[str]:
     """Return the command with the path of its program.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Serves a live sandbox from inside: shells that keep their state, programs, files. Channel: the socket on
+"""Serves a live sandbox from inside: shells that keep their state, programs, files, a socket. Channel: the socket on
 descriptor 0.
 
 One request, one answer, in order. A shell is an interactive bash without a terminal: SIGINT breaks a running command,
@@ -13,6 +13,7 @@ import fcntl
 import os
 import select
 import signal
+import socket
 import stat
 import sys
 import time
@@ -218,6 +219,8 @@ class Agent:
     def __init__(self, channel: int) -> None:
         self.channel, self.work = channel, os.getcwd()
         self.shells: dict[str, Shell] = {}
+        self.program: Program | None = None
+        self.listener: socket.socket | None = None
 
     def serve(self) -> None:
         while True:
@@ -228,6 +231,8 @@ class Agent:
             except (OSError, ValueError) as e:  # of the requested path or program
                 answer, data = {"error": str(getattr(e, "strerror", None) or e)}, b""
             send(self.channel, answer, data)
+            if self.listener is not None:
+                self.hand_over(self.listener)
 
     def do_hello(self, order: Order, blob: bytes) -> Reply:
         return {"ready": True, "work": self.work}, b""
@@ -254,15 +259,36 @@ class Agent:
 
     def do_execute(self, order: Order, blob: bytes) -> Reply:
         """Run a program separately from the shells; `blob` is its standard input."""
-        (in_r, in_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
-        pid = spawn(order["argv"], {0: in_r, 1: out_w, 2: err_w}, self.work)
-        for fd in (in_r, out_w, err_w):
-            os.close(fd)
-        kept = {out_r: HeadTail(order["limit"]), err_r: HeadTail(order["limit"])}
-        status, timed_out = exchange(pid, in_w, kept, blob, time.monotonic() + order["timeout_s"])
-        out, err = (k.value() for k in kept.values())
-        cut = any(k.truncated for k in kept.values())
-        return {"code": exit_code(status), "timed_out": timed_out, "cut": cut, "stdout_n": len(out)}, out + err
+        program = Program(order["argv"], blob, order["limit"], self.work)
+        timed_out = not program.wait(time.monotonic() + order["timeout_s"])
+        return program.result(timed_out)
+
+    def do_start(self, order: Order, blob: bytes) -> Reply:
+        """Start a program in the background; `blob` is its standard input. There is one at a time."""
+        if self.program is not None:
+            return {"error": "another program is running"}, b""
+        self.program = Program(order["argv"], blob, order["limit"], self.work)
+        return {}, b""
+
+    def do_wait(self, order: Order, blob: bytes) -> Reply:
+        """Wait for the program in the background, and kill it afterwards if the host asks for its end."""
+        if self.program is None:
+            return {"error": "no program was started"}, b""
+        if not self.program.wait(time.monotonic() + order["timeout_s"]) and not order["stop"]:
+            return {"running": True}, b""
+        program, self.program = self.program, None
+        return program.result(timed_out=program.status is None)
+
+    def do_listen(self, order: Order, blob: bytes) -> Reply:
+        """Listen on the sandbox's own loopback. The socket follows the answer, and is closed here."""
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        return {"port": self.listener.getsockname()[1]}, b""
+
+    def hand_over(self, listener: socket.socket) -> None:
+        """Send a socket to the host, with one byte."""
+        with listener, socket.socket(fileno=os.dup(self.channel)) as channel:
+            socket.send_fds(channel, [b"s"], [listener.fileno()])
+        self.listener = None
 
     def do_put(self, order: Order, blob: bytes) -> Reply:
         path = os.path.join(self.work, order["path"])
@@ -287,44 +313,61 @@ class Agent:
             return {}, f.read(order["limit"])
 
 
-def exchange(pid: int, stdin: int, kept: dict[int, HeadTail], data: bytes, deadline: float) -> tuple[int, bool]:
-    """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up, without
-    waiting for its background processes; return the exit status and whether the time was up. Closes the descriptors."""
-    poll = select.poll()
-    for fd in (stdin, *kept):
-        os.set_blocking(fd, False)
-        poll.register(fd, select.POLLOUT if fd == stdin else select.POLLIN)
-    left, timed_out, still_open = memoryview(data), False, {stdin, *kept}
-    status: int | None = None
-    while status is None:
-        for fd, _ in poll.poll(20 if len(still_open) < 3 else 5):
-            done = False
-            if fd == stdin:
-                try:
-                    left = left[os.write(stdin, left[:CHUNK]) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    left = left[:0]
-                done = not left
-            else:
-                done = not drain(fd, kept[fd])
-            if done:
-                poll.unregister(fd)
-                still_open.discard(fd)
-                os.close(fd)
-        found, code = os.waitpid(pid, os.WNOHANG)
-        if found:
-            status = code
-        elif time.monotonic() > deadline:
-            timed_out = True
-            signal_all({pid} | descendants(pid), signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
-    for fd in still_open:
-        if fd != stdin:
-            drain(fd, kept[fd], DRAIN_MAX)
-        os.close(fd)
-    return status, timed_out
+class Program:
+    """A program separate from the shells, fed with `data` and read while somebody waits for it. status: how it ended;
+    None until then."""
+
+    def __init__(self, argv: list[str], data: bytes, limit: int, cwd: str) -> None:
+        (in_r, self.stdin), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
+        self.pid = spawn(argv, {0: in_r, 1: out_w, 2: err_w}, cwd)
+        for fd in (in_r, out_w, err_w):
+            os.close(fd)
+        self.kept = {out_r: HeadTail(limit), err_r: HeadTail(limit)}
+        self.left, self.open = memoryview(data), {self.stdin, out_r, err_r}
+        self.status: int | None = None
+        self.poll = select.poll()
+        for fd in self.open:
+            os.set_blocking(fd, False)
+            self.poll.register(fd, select.POLLOUT if fd == self.stdin else select.POLLIN)
+
+    def wait(self, deadline: float) -> bool:
+        """Return True when the program has ended, without its background processes; False at the deadline."""
+        while self.status is None:
+            for fd, _ in self.poll.poll(20 if len(self.open) < 3 else 5):
+                done = not self.feed() if fd == self.stdin else not drain(fd, self.kept[fd])
+                if done:
+                    self.poll.unregister(fd)
+                    self.open.discard(fd)
+                    os.close(fd)
+            found, code = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self.status = code
+            elif time.monotonic() > deadline:
+                return False
+        return True
+
+    def feed(self) -> bool:
+        """Write to standard input; return whether there is more."""
+        try:
+            self.left = self.left[os.write(self.stdin, self.left[:CHUNK]) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.left = self.left[:0]
+        return bool(self.left)
+
+    def result(self, timed_out: bool) -> Reply:
+        """Kill the program if it still runs, and return its output."""
+        if self.status is None:
+            signal_all({self.pid} | descendants(self.pid), signal.SIGKILL)
+            self.status = os.waitpid(self.pid, 0)[1]
+        for fd in self.open:
+            if fd != self.stdin:
+                drain(fd, self.kept[fd], DRAIN_MAX)
+            os.close(fd)
+        out, err = (k.value() for k in self.kept.values())
+        cut = any(k.truncated for k in self.kept.values())
+        return {"code": exit_code(self.status), "timed_out": timed_out, "cut": cut, "stdout_n": len(out)}, out + err
 
 
 def main() -> None:

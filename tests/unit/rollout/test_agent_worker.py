@@ -177,6 +177,8 @@ def test_programs_of_many_episodes_must_name_the_one_they_answer():
         ({"command": ("",)}, "command"),
         ({"sandbox": ""}, "sandbox"),
         ({"sandbox": "docker"}, "sandbox"),
+        ({"sandbox": "task", "reuse": True}, "reuse"),
+        ({"command": ("agent", "-t", "{task}"), "reuse": True}, "reuse"),
         ({"concurrency": 0}, "concurrency"),
         ({"max_calls": 0}, "max_calls"),
         ({"max_restarts": -1}, "max_restarts"),
@@ -187,6 +189,11 @@ def test_programs_of_many_episodes_must_name_the_one_they_answer():
 def test_settings_that_cannot_work(settings, name):
     with pytest.raises(ConfigError, match=f"AgentProgram.{name}"):
         AgentProgram(**{"command": ("python",), "sandbox": "none"} | settings)
+
+
+def test_the_task_in_a_command_line():
+    program = AgentProgram(("agent", "--task={task}", "-y"), sandbox="none")
+    assert program.command_of("a {task} b") == ("agent", "--task=a {task} b", "-y")
 
 
 def test_commands():
