@@ -1,9 +1,11 @@
 """What two papers say their credit does, on problems of seconds: a table and docs/effects.png.
 
-    python benchmarks/effects.py --figure docs/effects.png      # a minute on two cores
+    python benchmarks/effects.py --figure docs/effects.png      # two minutes on two cores
 
 rhythm: attention-rhythm credit (arXiv 2510.13554) amplifies the top 40 % of an answer's tokens; its controls amplify
-any 40 %, or the bottom 40 %. The model is a transformer that looks back at its plan (`plan_task.py`).
+any 40 %, or the bottom 40 %. The tokens are those that influence later ones (global), that look back further than their
+neighbours (local), or both (coupled). The model is a transformer of one or two layers that looks back at its plan
+(`plan_task.py`).
 mixture: Lite PPO (arXiv 2508.08221) against GRPO as its paper has it, where nine prompts of ten are easy and short and
 one is hard and long (`toys.Prompts`), and each of Lite PPO's two tricks alone.
 """
@@ -41,7 +43,12 @@ RHYTHMS = {
     "any 40 %": dataclasses.replace(RHYTHM, pick="random"),
     "bottom 40 %": dataclasses.replace(RHYTHM, pick="bottom"),
     "none (GRPO)": dataclasses.replace(RHYTHM, amplify=1.0),
+    "local, top 40 %": dataclasses.replace(RHYTHM, rhythm="local"),
+    "local, bottom 40 %": dataclasses.replace(RHYTHM, rhythm="local", pick="bottom"),
+    "coupled": dataclasses.replace(RHYTHM, rhythm="coupled"),
 }
+SHOWN = ("top 40 %", "any 40 %", "bottom 40 %", "none (GRPO)", "coupled")
+"""Arms that the figure shows."""
 MIXTURE = {
     "GRPO": Grpo(**PAPER),
     "deviation of the batch only": LitePpo(aggregation="seq-mean-token-mean"),
@@ -50,9 +57,11 @@ MIXTURE = {
 }
 
 
-def rhythm(names: tuple[str, ...] = tuple(RHYTHMS), *, seeds: int = SEEDS, steps: int = 30) -> plan_task.History:
+def rhythm(
+    names: tuple[str, ...] = tuple(RHYTHMS), *, layers: int = 1, seeds: int = SEEDS, steps: int = 30
+) -> plan_task.History:
     """Run `RHYTHMS`, in the order of `names`."""
-    return plan_task.train([RHYTHMS[n] for n in names], MAPS, seeds=seeds, steps=steps, lr=0.05)
+    return plan_task.train([RHYTHMS[n] for n in names], MAPS, layers=layers, seeds=seeds, steps=steps, lr=0.05)
 
 
 def mixture(
@@ -105,6 +114,8 @@ def draw(path: Path, rhythms: plan_task.History, runs: Mapping[str, toys.History
 
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for name, curves in zip(RHYTHMS, rhythms.success, strict=True):
+        if name not in SHOWN:
+            continue
         left.plot(curves.mean(0), "--" if name.startswith("none") else "-", label=name)
         left.fill_between(range(curves.shape[1]), curves.min(0), curves.max(0), alpha=0.15)
     left.set(title="attention rhythm: what is amplified", xlabel="step", ylabel="probability of the right plan")
@@ -127,7 +138,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=120)
     rhythms, runs = rhythm(seeds=args.seeds), mixture(seeds=args.seeds)
-    console.print(rhythm_table(rhythms), mixture_table(runs))
+    console.print(rhythm_table(rhythms), "with two layers", rhythm_table(rhythm(layers=2, seeds=args.seeds)))
+    console.print(mixture_table(runs))
     console.print("the same where all answers are equally long", mixture_table(mixture(seeds=args.seeds, long=False)))
     if args.figure:
         draw(args.figure, rhythms, runs)

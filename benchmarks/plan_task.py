@@ -47,19 +47,15 @@ FIRST_PLAN = QUESTIONS
 FIRST_FOLLOW = FIRST_PLAN + PLANS
 FIRST_NOISE = FIRST_FOLLOW + 2 * FOLLOWS
 VOCAB = FIRST_NOISE + NOISE * PLACES
-LAYERS, HEADS = 1, 1
-MODEL = Model(
-    Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        ffn_size=64,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=16,
-        init_std=0.1,
-    )
-)
+
+
+@functools.cache
+def model_of(layers: int) -> Model:
+    """Return the model with a number of layers, of one head each."""
+    shape = {"hidden_size": 32, "ffn_size": 64, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16}
+    return Model(Qwen3Config(vocab_size=VOCAB, num_layers=layers, init_std=0.1, **shape))
+
+
 ASKED = np.repeat(np.arange(QUESTIONS), GROUP)
 """The question of every answer of a step, `[N]`."""
 
@@ -77,14 +73,14 @@ def noise(rng: np.random.Generator, num: int) -> np.ndarray:
     return FIRST_NOISE + NOISE * np.arange(PLACES) + rng.integers(0, NOISE, (num, PLACES))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _taught(params: Params, data: jax.Array, steps: int, batch: int) -> Params:
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _taught(layers: int, params: Params, data: jax.Array, steps: int, batch: int) -> Params:
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         ones = jnp.ones_like(tokens)
         positions = jnp.broadcast_to(jnp.arange(1 + LENGTH), tokens.shape)
-        decoder = MODEL.bind(params)
+        decoder = model_of(layers).bind(params)
         hidden = decoder(tokens, positions, packed(ones, ones, positions)).hidden
         logp = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
         return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
@@ -98,17 +94,17 @@ def _taught(params: Params, data: jax.Array, steps: int, batch: int) -> Params:
     return jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))[0]
 
 
-def taught(seed: int, steps: int = 400, batch: int = 32) -> Params:
+def taught(layers: int, seed: int, steps: int = 400, batch: int = 32) -> Params:
     """Train a model that answers any question with a random plan and follows that plan."""
     rng = np.random.default_rng(seed)
     data = np.zeros((steps * batch, 1 + LENGTH), np.int32)
     data[:, 0] = rng.integers(0, QUESTIONS, len(data))
     data[:, 1::2] = noise(rng, len(data))
     data[:, 1 + PLAN :: 2] = symbols(rng.integers(0, PLANS, len(data)))
-    return _taught(MODEL.init(seed), jnp.asarray(data), steps, batch)
+    return _taught(layers, model_of(layers).init(seed), jnp.asarray(data), steps, batch)
 
 
-def _next_law(params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+def _next_law(model: Model, params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
     """Return log-probs `[N, V]` after token number `at`; the cache is `[L, N, S, K, C]` twice."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: Any, window: Any = None) -> Any:
@@ -116,21 +112,24 @@ def _next_law(params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) ->
         seen = jnp.broadcast_to(jnp.arange(1 + LENGTH) <= at, (len(q), 1, 1 + LENGTH))
         return attention(q, cache[0][layer], cache[1][layer], seen), cache
 
-    decoder = MODEL.bind(params)
+    decoder = model.bind(params)
     out = decoder(tokens_N[:, None], jnp.full((len(tokens_N), 1), at), attend, cache)
     return jax.nn.log_softmax(decoder.logits(out.hidden[:, 0])), out.cache
 
 
-@jax.jit
-@jax.vmap
-def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def sample(layers: int, params: Params, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sample answers; return them with their log-probs, `[R, N, T]`."""
-    cfg, num = MODEL.cfg, len(ASKED)
+    return jax.vmap(functools.partial(_sample, model_of(layers)))(params, keys)
+
+
+def _sample(model: Model, params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    cfg, num = model.cfg, len(ASKED)
     empty = jnp.zeros((cfg.num_layers, num, 1 + LENGTH, cfg.num_kv_heads, cfg.head_dim))
 
     def step(algorithm_state: Any, t: jax.Array) -> Any:
         token, cache = algorithm_state
-        law, cache = _next_law(params, token, t, cache)
+        law, cache = _next_law(model, params, token, t, cache)
         drawn = jax.random.categorical(jax.random.fold_in(key, t), law)
         return (drawn, cache), (drawn, jnp.take_along_axis(law, drawn[:, None], 1)[:, 0])
 
@@ -193,29 +192,34 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _descend(algorithm: Algorithm, params: Params, batch: TokenBatch, lr: jax.Array) -> Params:
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _descend(layers: int, algorithm: Algorithm, params: Params, batch: TokenBatch, lr: jax.Array) -> Params:
     """Apply one gradient step to each run."""
-    loss = update.policy_loss(MODEL, algorithm, {})
+    loss = update.policy_loss(model_of(layers), algorithm, {})
     grads = jax.vmap(jax.grad(loss, has_aux=True))(params, batch)[0]
     return jax.tree.map(lambda p, g: p - lr * g, params, grads)
 
 
-@jax.jit
-@jax.vmap
-def success(params: Params, right: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def success(layers: int, params: Params, right: jax.Array) -> jax.Array:
     """Return the mean probability of the right plan `right [R]`, over questions and the noise before it, `[R]`."""
+    return jax.vmap(functools.partial(_success, model_of(layers)))(params, right)
+
+
+def _success(model: Model, params: Params, right: jax.Array) -> jax.Array:
     x, n = (a.reshape(-1) for a in jnp.meshgrid(jnp.arange(QUESTIONS), FIRST_NOISE + jnp.arange(NOISE), indexing="ij"))
     tokens = jnp.stack([x, n], 1)
     ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(2), tokens.shape)
-    decoder = MODEL.bind(params)
+    decoder = model.bind(params)
     law = jax.nn.softmax(decoder.logits(decoder(tokens, positions, packed(ones, ones, positions)).hidden[:, 1]))
     return law[:, FIRST_PLAN + right].mean()
 
 
-def rhythms(maps: attention_stats.AttentionMaps) -> Callable[[Params, np.ndarray], list[attention_stats.Rhythm]]:
+def rhythms(
+    layers: int, maps: attention_stats.AttentionMaps
+) -> Callable[[Params, np.ndarray], list[attention_stats.Rhythm]]:
     """Return a function from the parameters and answers `[R, N, T]` of all runs to the attention statistics of each."""
-    measure, rows = attention_stats.make_attention_stats(MODEL, None, maps), layout()
+    measure, rows = attention_stats.make_attention_stats(model_of(layers), None, maps), layout()
 
     @jax.jit
     @jax.vmap
@@ -247,17 +251,27 @@ class History:
 
 
 def train(
-    algorithms: Sequence[AttentionRhythm], maps: attention_stats.AttentionMaps, *, seeds: int, steps: int, lr: float
+    algorithms: Sequence[AttentionRhythm],
+    maps: attention_stats.AttentionMaps,
+    *,
+    layers: int = 1,
+    seeds: int,
+    steps: int,
+    lr: float,
 ) -> History:
     """Train the same taught models on the same random numbers with each algorithm. All must have the same objective."""
     each = [(a, s) for a in algorithms for s in range(seeds)]
     secrets = np.array([np.random.default_rng([s, 1]).integers(0, PLANS) for _, s in each])
-    start = [taught(s) for s in range(seeds)] * len(algorithms)
+    start = [taught(layers, s) for s in range(seeds)] * len(algorithms)
     params = jax.tree.map(lambda *x: jnp.stack(x), *start)
-    read, curves, factors = rhythms(maps), [np.asarray(success(params, secrets))], np.zeros((len(each), LENGTH))
+    read, curves, factors = (
+        rhythms(layers, maps),
+        [np.asarray(success(layers, params, secrets))],
+        np.zeros((len(each), LENGTH)),
+    )
     for step in range(steps):
         keys = jnp.stack([jax.random.fold_in(jax.random.key(s), step) for _, s in each])
-        tokens, logp = (np.asarray(x) for x in sample(params, keys))
+        tokens, logp = (np.asarray(x) for x in sample(layers, params, keys))
         batches = []
         for r, rhythm in enumerate(read(params, tokens)):
             algorithm = each[r][0]
@@ -265,7 +279,7 @@ def train(
             batches.append(pack(algorithm, tokens[r], e, algorithm.credit(e, {})))
             factors[r] += algorithm.factors(e).mean(0)
         batch = jax.tree.map(lambda *x: np.stack(x), *batches)
-        params = _descend(algorithms[0], params, batch, jnp.float32(lr))
-        curves.append(np.asarray(success(params, secrets)))
+        params = _descend(layers, algorithms[0], params, batch, jnp.float32(lr))
+        curves.append(np.asarray(success(layers, params, secrets)))
     shape = (len(algorithms), seeds)
     return History(np.array(curves).T.reshape(*shape, -1), (factors / steps).reshape(*shape, -1).mean(1))

@@ -518,6 +518,107 @@ class Worth(Toy):
         return {"right": float(np.exp(log_softmax(table)[np.arange(self.rows), self.hidden]).mean())}
 
 
+class Span(Toy):
+    """Say 16 symbols, of which four in a row should be a hidden string, rewarded by the share of it that is right, with
+    noise. The others are style: the policy has one at the start, and rewards do not depend on it.
+
+    informed: whether the teacher knows the string; otherwise it differs from the start by as much at random places.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        informed: bool = True,
+        symbols: int = 5,
+        length: int = 16,
+        samples: int = 64,
+        group_size: int = 8,
+        noise: float = 0.3,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows = self.value_rows = self.limit_tok = self.max_turns = length
+        self.symbols, self.samples, self.group_size, self.noise = symbols, samples, group_size, noise
+        self.first = self.rng.normal(size=(length, symbols))
+        begins = int(self.rng.integers(2, length - 6))
+        self.span = np.arange(begins, begins + 4)
+        self.first[self.span] = 0.0
+        self.hidden = self.rng.integers(0, symbols, len(self.span))
+        change = self.rng.normal(scale=0.1, size=(length, symbols))
+        at = self.span if informed else self.rng.permutation(length)[: len(self.span)]
+        change[at, self.hidden if informed else self.rng.integers(0, symbols, len(at))] += 3.0
+        self.taught = self.first + change
+
+    def start(self) -> np.ndarray:
+        return self.first.copy()
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
+        logp = log_softmax(table)
+        tokens = draw(self.rng, logp[rows])
+        right = (tokens[:, self.span] == self.hidden).mean(1)
+        rewards = right + self.noise * self.rng.normal(size=self.samples)
+        return self.played(step, rewards, rows, tokens, logp[rows, tokens])
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        law, first = log_softmax(table), log_softmax(self.first)
+        style = np.setdiff1d(np.arange(self.rows), self.span)
+        return {
+            "right": float(np.exp(law[self.span, self.hidden]).mean()),
+            "drift": float((np.exp(first) * (first - law)).sum(1)[style].mean()),
+        }
+
+    def teacher(self) -> np.ndarray:
+        return self.taught
+
+
+class Ladder(Toy):
+    """One string to say to every prompt, of which prompts ask for the first 1, 2, ... symbols: reward 1 if these are
+    all right. Two symbols at the end never count.
+
+    Critics see the place, whether all symbols so far were right, and the prompt only as one of `cells`, which prompts
+    of all difficulties share if there are fewer cells than prompts.
+
+    pool: prompts there are, of which a step has `per_step`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        pool: int = 40,
+        cells: int = 40,
+        per_step: int = 8,
+        group_size: int = 8,
+        symbols: int = 4,
+        length: int = 4,
+        filler: int = 2,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows = self.limit_tok = self.max_turns = length + filler
+        self.symbols, self.group_size, self.pool, self.per_step = symbols, group_size, pool, per_step
+        self.hidden = self.rng.integers(0, symbols, length)
+        self.asks = 1 + np.arange(pool) % length
+        self.cell = self.rng.integers(0, cells, pool) if cells < pool else np.arange(pool)
+        self.value_rows = cells * self.rows * 2
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        logp = log_softmax(table)
+        prompt = np.repeat(self.rng.choice(self.pool, self.per_step, replace=False), self.group_size)
+        place = np.arange(self.rows)
+        rows = np.broadcast_to(place, (len(prompt), self.rows))
+        tokens = draw(self.rng, logp[rows])
+        fine = place >= self.asks[prompt][:, None]
+        fine[:, : len(self.hidden)] |= tokens[:, : len(self.hidden)] == self.hidden
+        so_far = np.logical_and.accumulate(np.pad(fine, ((0, 0), (1, 0)), constant_values=True), 1)[:, :-1]
+        states = (self.cell[prompt][:, None] * self.rows + place) * 2 + so_far
+        return self.played(step, fine.all(1).astype(np.float64), rows, tokens, logp[rows, tokens], states=states)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        right = np.exp(log_softmax(table)[np.arange(len(self.hidden)), self.hidden])
+        return {"right": float(np.cumprod(right)[self.asks - 1].mean())}
+
+
 # ---- one step of the trainer, for tables ----------------------------------------------------------------------------
 
 

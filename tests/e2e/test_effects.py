@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import effects
 import plan_task
+import segments
 
 CONTROLS = ("top 40 %", "any 40 %", "bottom 40 %")
 
@@ -42,6 +43,20 @@ def test_what_attention_marks_is_worth_amplifying():
 @pytest.mark.sweep
 def test_what_attention_marks_is_worth_amplifying_on_more_seeds():
     in_order(effects.rhythm(CONTROLS, seeds=12, steps=30))
+
+
+# ---- segment rewards, arXiv 2411.00809: faster than rewards for whole answers, if segments say something -------------
+
+
+@pytest.mark.parametrize(
+    "pair", ["GRPO", *(pytest.param(p, marks=pytest.mark.slow) for p in segments.PAIRS if p != "GRPO")]
+)
+def test_segments_that_know_the_span_learn_it_faster(pair):
+    whole, told, random = (segments.learned(pair, arm, seeds=5).measured for arm in segments.ARMS)
+    faster = told["right"].mean(1) - whole["right"].mean(1)
+    assert (faster > 0).all() and faster.mean() > 0.02, faster
+    assert random["right"].mean() < whole["right"].mean()
+    assert told["drift"][:, -1].mean() < random["drift"][:, -1].mean()
 
 
 # ---- Lite PPO, arXiv 2508.08221: steadier than GRPO as its paper has it ---------------------------------------------

@@ -22,13 +22,12 @@ REPRODUCTION = Reproduction(
     name="Attention rhythm",
     claim="amplified credit where attention plans and anchors",
     there="Countdown 52.6 to 63.1",
-    here=(
-        "the top 40 % of the tokens learn faster than any 40 %, and these faster than the bottom 40 %, on every seed"
-    ),
-    state="shown",
+    here="global and coupled: the top 40 % learn faster than any 40 %, and these faster than the bottom, on every seed",
+    state="partly",
     seeds=5,
     config="algorithms/attention_rhythm",
     figure="docs/effects.png",
+    why="local credit is no better than at random tokens: those that look back here do not decide",
 )
 
 

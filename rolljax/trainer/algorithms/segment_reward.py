@@ -24,10 +24,12 @@ REPRODUCTION = Reproduction(
     name="Segment rewards",
     claim="rewards by segment protect from adversarial answers",
     there="10 % better on adversarial ones, 1.3 % elsewhere",
-    here="",
-    state="not shown",
+    here="in GRPO, PPO, DPO and rejection tuning faster than rewards for whole answers, on every seed",
+    state="partly",
+    seeds=10,
     config="algorithms/segment_reward",
-    why="the rule agrees with the paper's; its effect was not measured",
+    figure="docs/segments.png",
+    why="on a table of logits, with a scorer that knows the answer; no adversarial answers",
 )
 
 
