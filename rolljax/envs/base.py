@@ -62,7 +62,7 @@ class Action:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Program:
+class ProgramLaunch:
     """An agent program on its way into the sandbox of an episode."""
 
     argv: tuple[str, ...]
@@ -125,7 +125,7 @@ class Env(abc.ABC):
     def step(self, action: str) -> StepResult:
         """Execute the policy's action and return the result. After the episode's end: `EnvError`."""
 
-    def play(self, program: Program) -> StepResult:
+    def play(self, program: ProgramLaunch) -> StepResult:
         """Run an agent program in the episode's sandbox until it ends, and return the result of the whole episode.
         Environments with `EnvSpec.has_sandbox` define it. A program out of time is killed, and its work is scored
         (`truncated`)."""

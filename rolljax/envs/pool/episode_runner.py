@@ -15,7 +15,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rolljax.envs.base import Action, Env, EnvSpec, Program, StepResult
+from rolljax.envs.base import Action, Env, EnvSpec, ProgramLaunch, StepResult
 from rolljax.envs.text import bounded, clean
 from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message, Task
@@ -65,7 +65,7 @@ def kind(value: Any) -> str:
 
 
 Verb = Literal["reset", "step", "play", "reference_answer", "rejected", "close"]
-Argument = Task | Action | Program | None
+Argument = Task | Action | ProgramLaunch | None
 """The argument of a verb: a task for reset, an action for step, a program for play, otherwise None."""
 
 MAX_MESSAGES = 1000

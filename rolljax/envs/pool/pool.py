@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rolljax.concurrency.waits import Mailbox, Sleeper
-from rolljax.envs.base import Action, EnvSpec, Program, StepResult
+from rolljax.envs.base import Action, EnvSpec, ProgramLaunch, StepResult
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.episode_runner import Argument, Verb
 from rolljax.envs.pool.settings import PoolConfig
@@ -211,12 +211,12 @@ class Episode:
         """
         return await self._act("step", Action(action, run_limit_s), self._pool.cfg.step_s)
 
-    async def play(self, program: Program) -> StepResult:
+    async def play(self, program: ProgramLaunch) -> StepResult:
         """Run an agent program in the episode's sandbox until it ends (`Env.play`). Only `episode_s` limits the call.
         Raises like `step`."""
         return await self._act("play", program, self._pool.cfg.episode_s)
 
-    async def _act(self, verb: Verb, argument: Action | Program, limit_s: float) -> StepResult:
+    async def _act(self, verb: Verb, argument: Action | ProgramLaunch, limit_s: float) -> StepResult:
         if self._ended:
             raise EnvError(f"{verb} of {self._pool.spec.name}: {self._ended}", stage=verb)
         succeeded = False

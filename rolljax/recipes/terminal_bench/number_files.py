@@ -43,9 +43,11 @@ class NumberFiles(EnvSpec):
     """The conversation of a good agent with the tasks of `write_tasks`: its two commands, and what the first one
     prints. Nothing is run."""
 
-    max_turns: int = 2
-
     runs = "inline"
+
+    @property
+    def max_turns(self) -> int:
+        return 2
 
     @property
     def name(self) -> str:

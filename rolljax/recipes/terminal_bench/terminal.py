@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rolljax.envs.base import Env, EnvSpec, Program, StepResult
+from rolljax.envs.base import Env, EnvSpec, ProgramLaunch, StepResult
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError, Range, check_fields
 from rolljax.recipes.terminal_bench.actions import FINISH, parse_action
 from rolljax.recipes.terminal_bench.dockerfile import Put
@@ -227,7 +227,7 @@ class TerminalEnv(Env):
             return self._end(counts, terminated=False)
         return StepResult((Message("user", seen),), 0.0, terminated=False, metrics=_metrics(counts))
 
-    def play(self, program: Program) -> StepResult:
+    def play(self, program: ProgramLaunch) -> StepResult:
         """Run an agent program in the task's folder, then the task's tests on the files that it left."""
         from rolljax.sandbox import run_served
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from rolljax.envs.base import Program, StepResult, api_variables
+from rolljax.envs.base import ProgramLaunch, StepResult, api_variables
 from rolljax.envs.pool import Episode
 from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
@@ -164,7 +164,9 @@ class AgentHost:
         if command[0] == "python":
             command = ("python3", *command[1:])
         key = task.session.key
-        return await episode.play(Program(command, task.line(), self.address, key, program.env, program.deadline_s))
+        return await episode.play(
+            ProgramLaunch(command, task.line(), self.address, key, program.env, program.deadline_s)
+        )
 
     def _start(self, task: AgentTask) -> AgentProcess:
         variables = {} if self.program.reuse else api_variables(self.url, task.session.key)

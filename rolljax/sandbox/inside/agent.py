@@ -219,7 +219,7 @@ class Agent:
     def __init__(self, channel: int) -> None:
         self.channel, self.work = channel, os.getcwd()
         self.shells: dict[str, Shell] = {}
-        self.program: Program | None = None
+        self.program: RunningProgram | None = None
         self.listener: socket.socket | None = None
 
     def serve(self) -> None:
@@ -259,7 +259,7 @@ class Agent:
 
     def do_execute(self, order: Order, blob: bytes) -> Reply:
         """Run a program separately from the shells; `blob` is its standard input."""
-        program = Program(order["argv"], blob, order["limit"], self.work)
+        program = RunningProgram(order["argv"], blob, order["limit"], self.work)
         timed_out = not program.wait(time.monotonic() + order["timeout_s"])
         return program.result(timed_out)
 
@@ -267,7 +267,7 @@ class Agent:
         """Start a program in the background; `blob` is its standard input. There is one at a time."""
         if self.program is not None:
             return {"error": "another program is running"}, b""
-        self.program = Program(order["argv"], blob, order["limit"], self.work)
+        self.program = RunningProgram(order["argv"], blob, order["limit"], self.work)
         return {}, b""
 
     def do_wait(self, order: Order, blob: bytes) -> Reply:
@@ -313,7 +313,7 @@ class Agent:
             return {}, f.read(order["limit"])
 
 
-class Program:
+class RunningProgram:
     """A program separate from the shells, fed with `data` and read while somebody waits for it. status: how it ended;
     None until then."""
 
