@@ -5,7 +5,7 @@ Nothing is stored: a request holds its whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,11 +30,17 @@ PARTS = ("input_text", "output_text", "text")
 """Types of text parts."""
 FIELDS = {
     "message": {"type", "id", "status", "role", "content", "phase"},
-    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments", "namespace"},
     "function_call_output": {"type", "id", "status", "call_id", "output"},
+    "custom_tool_call": {"type", "id", "status", "call_id", "name", "input", "namespace"},
+    "custom_tool_call_output": {"type", "id", "status", "call_id", "output"},
     "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
 }
 """Fields of the items that are read."""
+HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "tool_search")
+"""Tools that OpenAI's servers run. The model is not told of them, because nothing here runs them."""
+FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The parameters of a custom tool, whose input is a text; a grammar for it is not enforced."""
 
 
 class TextFormat(BaseModel):
@@ -93,7 +99,7 @@ def read_responses(raw: dict[str, Any], served: ServedModel, prompt_ids: Prompts
         "temperature": body.temperature,
         "tool_choice": body.tool_choice or "auto",
         "tools": [
-            {"type": "function", "strict": bool(tool.get("strict"))} | tool_of("", tool, "parameters")["function"]
+            {"strict": False, "parameters": {}} | tool if tool["type"] == "function" else tool
             for tool in body.tools or []
         ],
         "top_p": body.top_p,
@@ -119,12 +125,25 @@ def _conversation(body: ResponsesBody) -> Conversation:
         answering = message["role"] == "assistant"
     if not items:
         raise refuse("input", "is empty")
-    tools = []
-    for i, tool in enumerate(body.tools or []):
-        if tool.get("type") != "function":
-            raise refuse(f"tools[{i}].type", "only 'function' is supported", tool.get("type"))
-        tools.append(tool_of(f"tools[{i}]", tool, "parameters"))
-    return Conversation(messages, [] if body.tool_choice == "none" else tools, {})
+    tools: dict[str, Json] = {}
+    for where, tool, _ in _offered("tools", body.tools or []):
+        parameters = FREE_TEXT if tool["type"] == "custom" else tool.get("parameters")
+        offered = tool_of(where, tool | {"parameters": parameters}, "parameters")
+        if tools.setdefault(tool["name"], offered) is not offered:
+            raise refuse(f"{where}.name", "is the name of another tool too", tool["name"])
+    return Conversation(messages, [] if body.tool_choice == "none" else [*tools.values()], {})
+
+
+def _offered(where: str, tools: Sequence[Any], namespace: str = "") -> Iterator[tuple[str, Json, str]]:
+    """Yield the tools that the client runs, with their places and namespaces."""
+    for i, tool in enumerate(tools):
+        place, kind = f"{where}[{i}]", tool.get("type") if isinstance(tool, dict) else None
+        if kind in ("function", "custom"):
+            yield place, tool, namespace
+        elif kind == "namespace" and not namespace and tool.get("name") and isinstance(tool.get("tools"), list):
+            yield from _offered(f"{place}.tools", tool["tools"], str(tool["name"]))
+        elif kind not in HOSTED:
+            raise refuse(f"{place}.type", "only 'function', 'custom' and 'namespace' are supported", kind)
 
 
 def _join(answer: Json, more: Json) -> None:
@@ -153,12 +172,13 @@ def _message(where: str, item: dict[str, Any]) -> Json:
         return {"role": "system" if role == "developer" else role, "content": content}
     if not is_text(item.get("call_id")):
         raise refuse(f"{where}.call_id", "must be the id of a call", item.get("call_id"))
-    if kind == "function_call_output":
+    if kind.endswith("_output"):
         output = text_of(f"{where}.output", item.get("output"), PARTS)
         return {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
-    if not is_text(item.get("name")) or not is_text(item.get("arguments")):
-        raise refuse(where, 'must have "name" and "arguments", both texts', item)
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    given = "input" if kind == "custom_tool_call" else "arguments"
+    if not is_text(item.get("name")) or not is_text(item.get(given)):
+        raise refuse(where, f'must have "name" and "{given}", both texts', item)
+    function = {"name": item["name"], "arguments": {"input": item["input"]} if given == "input" else item[given]}
     call = call_of(where, {"id": item["call_id"], "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -202,12 +222,14 @@ class ResponsesEncoder(Encoder):
             events.append(self._event("response.output_item.done", output_index=0, item=message[0]))
         for index, item in enumerate(response["output"][len(message) :], len(message)):
             at = {"output_index": index, "item_id": item["id"]}
-            started = item | {"arguments": "", "status": "in_progress"}
-            arguments = {"arguments": item["arguments"]}
+            kind, given, done = "function_call_arguments", "arguments", {"name": item["name"]}
+            if item["type"] == "custom_tool_call":
+                kind, given, done = "custom_tool_call_input", "input", {}
+            started = item | {given: "", "status": "in_progress"}
             events += [
                 self._event("response.output_item.added", output_index=index, item=started),
-                self._event("response.function_call_arguments.delta", delta=item["arguments"], **at),
-                self._event("response.function_call_arguments.done", name=item["name"], **arguments, **at),
+                self._event(f"response.{kind}.delta", delta=item[given], **at),
+                self._event(f"response.{kind}.done", **{given: item[given]}, **done, **at),
                 self._event("response.output_item.done", output_index=index, item=item),
             ]
         return [*events, self._event(f"response.{response['status']}", response=response)]
@@ -229,7 +251,8 @@ class ResponsesEncoder(Encoder):
     def _complete(self, completion: Completion) -> Json:
         (choice,) = self.choices
         status = "incomplete" if choice.reason(completion) == "length" else "completed"
-        calls = [_item(call) for call in choice.tool_calls]
+        offered = {tool["name"]: (tool, space) for _, tool, space in _offered("", self.job.repeated["tools"])}
+        calls = [_item(call, *offered.get(call["function"]["name"], ({}, ""))) for call in choice.tool_calls]
         part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}
         message = [self._message(status, [part])] if choice.content or not calls else []
         return self._response(status, [*message, *calls], completion)
@@ -278,12 +301,15 @@ class ResponsesEncoder(Encoder):
         return named_event({"type": kind, "sequence_number": self._events - 1} | fields)
 
 
-def _item(call: Json) -> Json:
-    return {
-        "id": f"fc_{call['id']}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": arguments_text(call),
-    }
+def _item(call: Json, tool: Json, namespace: str) -> Json:
+    """Return the item of a call. tool, namespace: as the request has them; the model may call what was not offered."""
+    item = {"status": "completed", "call_id": call["id"], "name": call["function"]["name"]}
+    item |= {"namespace": namespace} if namespace else {}
+    if tool.get("type") != "custom":
+        return item | {"id": f"fc_{call['id']}", "type": "function_call", "arguments": arguments_text(call)}
+    match call["function"]["arguments"]:
+        case {"input": str(text)}:
+            pass
+        case _:
+            text = arguments_text(call)
+    return item | {"id": f"ctc_{call['id']}", "type": "custom_tool_call", "input": text}

@@ -245,6 +245,49 @@ def test_a_call_in_every_api(served):
     assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in tokens]
 
 
+CODEX = [
+    {"type": "function", "name": "exec", "strict": False, "parameters": LOOK, "description": "d"},
+    {"type": "namespace", "name": "agents", "description": "others", "tools": [
+        {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {}}},
+    ]},
+    {"type": "custom", "name": "patch", "description": "d", "format": {"type": "text"}},
+    {"type": "web_search", "external_web_access": True},
+]  # fmt: skip
+"""Tools in the forms that Codex sends."""
+
+
+def test_custom_and_namespaced_tools_of_responses(served):
+    """An answer that calls them has items of their kinds, which make the same calls when they come back."""
+    api, body = API["responses"], ASKED["responses"] | {"tools": CODEX}
+    job = api.read(body, served)
+    offered = {t["function"]["name"]: t["function"]["parameters"] for t in job.conversation.tools}
+    assert list(offered) == ["exec", "close", "patch"] and offered["patch"]["required"] == ["input"]
+    calls = [("exec", {"at": 1}), ("close", {}), ("patch", {"input": "*** a\n"}), ("patch", {"text": 1})]
+    texts = [f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
+    tokens = served.chat.answer_ids("\n".join(texts)).tolist()
+    _, whole_body, _ = whole(api, job, served, tokens)
+    openai.types.responses.Response.model_validate(whole_body, strict=True)
+    exec_, close, patch, other = items = whole_body["output"]
+    assert (exec_["type"], exec_["arguments"], exec_.get("namespace")) == ("function_call", '{"at": 1}', None)
+    assert (close["type"], close["namespace"]) == ("function_call", "agents")
+    assert (patch["type"], patch["input"]) == ("custom_tool_call", "*** a\n")
+    assert (other["type"], other["input"]) == ("custom_tool_call", '{"text": 1}')
+    check_event = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent).validate_python
+    events = streamed(api, job, served, tokens, [])
+    for event in events:
+        check_event(event)
+    assert [e["input"] for e in events if e["type"] == "response.custom_tool_call_input.done"] == [
+        patch["input"], other["input"],
+    ]  # fmt: skip
+    results = [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in items]
+    again = api.read(body | {"input": [{"role": "user", "content": "go"}, *items, *results]}, served)
+    _, _, answer, *said = again.conversation.messages
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in answer["tool_calls"]] == [
+        *calls[:3], ("patch", {"input": '{"text": 1}'}),
+    ]  # fmt: skip
+    assert [m["tool_call_id"] for m in said] == [item["call_id"] for item in items]
+
+
 def test_the_stop_sequence_is_told(served):
     job = API["messages"].read(ASKED["messages"] | {"stop_sequences": ["never", "k."]}, served)
     tokens = served.chat.tokenizer("I look.")["input_ids"]
@@ -412,7 +455,9 @@ def test_settings_of_a_session_count_in_every_api(session, served):
         ("responses", {"conversation": "c"}, "conversation: is not supported"),
         ("responses", {"background": True}, "background: is not supported"),
         ("responses", {"tool_choice": "required"}, "tool_choice"),
-        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("responses", {"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
+        ("responses", {"tools": [{"type": "custom", "name": "a"}, {"type": "function", "name": "a"}]}, "tools[1].name"),
         ("responses", {"input": []}, "input: is empty"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.type"),
