@@ -410,7 +410,7 @@ def test_execute_has_a_time_limit_and_separate_streams(box):
 
 
 def test_a_program_in_the_background(box):
-    """Its output is complete, however it is waited for, and shells go on meanwhile."""
+    """Its output is complete, however it is waited for, and shells work meanwhile."""
     box.start(["sh", "-c", "cat; echo e >&2; until [ -e /work/go ]; do sleep 0.01; done; exit 3"], b"in" * 40_000)
     with pytest.raises(EnvError, match="another program"):
         box.start(["true"])
@@ -485,7 +485,7 @@ def test_a_served_program_reaches_one_server_and_nothing_else(box):
     assert result.returncode == 0, result.stderr.decode()
     assert result.text == "for http://127.0.0.1: /tmp\nConnectionRefusedError\n"
     closed = box.execute([*PYTHON, "import os; print(sum(1 for _ in open('/proc/net/tcp') if ' 0A ' in _))"])
-    assert closed.stdout == b"0\n", "nobody listens any more"
+    assert closed.stdout == b"0\n", "the socket is closed"
 
 
 def test_excluded_seconds_are_not_the_programs(box):

@@ -232,7 +232,7 @@ class TerminalEnv(Env):
         from rolljax.sandbox import run_served
 
         if self._over or self._turns:
-            raise EnvError("a program plays a whole episode, and this one has begun")
+            raise EnvError("a program plays a whole episode, and this one is under way")
         counts = collections.Counter(dict.fromkeys(_PLAYED, 0))
         try:
             result = run_served(

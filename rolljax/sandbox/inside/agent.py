@@ -314,7 +314,7 @@ class Agent:
 
 
 class RunningProgram:
-    """A program separate from the shells, fed with `data` and read while somebody waits for it. status: how it ended;
+    """A program separate from the shells, fed with `data` and read while the host waits for it. status: how it ended;
     None until then."""
 
     def __init__(self, argv: list[str], data: bytes, limit: int, cwd: str) -> None:

@@ -27,7 +27,7 @@ REPRODUCTION = Reproduction(
     seeds=5,
     config="algorithms/attention_rhythm",
     figure="docs/effects.png",
-    why="local credit is no better than at random tokens: those that look back here do not decide",
+    why="local credit is no better than at random tokens: here the tokens that look back do not decide",
 )
 
 
