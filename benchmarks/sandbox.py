@@ -3,7 +3,8 @@
     python benchmarks/sandbox.py                # half a minute; needs bubblewrap
 
 Times are wall clock in this process, p50 and p95 of `--repeats`; memory is the proportional set size of all processes
-of a live sandbox (process 1, the agent, one shell), mean of `--sessions` that are alive together.
+of a live sandbox (process 1, the agent, one shell), mean of `--sessions` that are alive together. `--many` live
+sandboxes are then started by 16 threads, as the episodes of a step are.
 """
 
 from __future__ import annotations
@@ -45,10 +46,24 @@ def starts(host: SandboxHost, repeats: int) -> tuple[list[float], list[float]]:
     return opened, closed
 
 
+def many(num: int) -> list[float]:
+    """Return the percentiles 1 to 99 of the milliseconds in which each of `num` sandboxes starts, all alive at once."""
+
+    def opened(host: SandboxHost) -> tuple[Sandbox, float]:
+        start = time.perf_counter()
+        return Sandbox.open(TERMINAL, host=host), (time.perf_counter() - start) * 1e3
+
+    with SandboxHost(SandboxConfig(slots=num)) as host, ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: opened(host), range(num)))
+        list(pool.map(lambda pair: pair[0].close(), found))
+    return statistics.quantiles([ms for _, ms in found], n=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--sessions", type=int, default=32)
+    parser.add_argument("--many", type=int, default=200)
     args = parser.parse_args()
     python = [*command_line.isolated_python(), "-c", "pass"]
     test = "def check(candidate):\n    for i in range(20):\n        assert candidate(i) == i + 1"
@@ -77,9 +92,13 @@ def main() -> None:
             start = time.perf_counter()
             list(pool.map(lambda _: host.run(python, profile=CODE), range(2 * args.repeats)))
             programs = 2 * args.repeats / (time.perf_counter() - start)
+    each = many(args.many)
     print("| | p50 | p95 | goal |\n|---|---|---|---|")
     print("\n".join(lines))
     print(f"| memory of each of {args.sessions} live sandboxes | {statistics.mean(used):.1f} MiB | | 10 MiB |")
+    print(
+        f"| start of each of {args.many}, 16 threads | {each[49]:.0f} ms | {each[94]:.0f} ms; p99 {each[98]:.0f} ms | |"
+    )
     print(f"| commands, {args.sessions} live sandboxes, 8 threads | {rate:.0f} per second | | |")
     print(f"| one-shot Python, 8 threads | {programs:.0f} per second | | |")
     load = os.getloadavg()[0]

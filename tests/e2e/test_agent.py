@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 
 import jax
@@ -26,6 +28,7 @@ from rolljax.rollout.episodes import SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sandbox import Sandbox
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -499,6 +502,29 @@ def test_a_program_that_fails_in_its_sandbox_is_scored_by_its_files(play_inside,
 def test_a_program_that_ends_its_own_sandbox_leaves_nothing(play_inside, sampler):
     t = play_inside(REST["gold, then kills its sandbox"])
     assert (t.reward, t.success, t.metrics["sandbox_lost_n"]) == (0.0, False, 1) and len(t.turns) == 2
+
+
+@needs_sandbox
+def test_a_sandbox_that_the_machine_kills_is_not_the_policys_loss(play_inside, sampler, monkeypatch):
+    """The episode is played again, in a new sandbox."""
+    boxes, open_box = [], Sandbox.open
+
+    def remembering(*args, **settings):
+        boxes.append(open_box(*args, **settings))
+        return boxes[-1]
+
+    def kill():
+        while not sampler.asked:
+            time.sleep(0.01)
+        os.kill(boxes[0]._handle.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Sandbox, "open", remembering)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    t = play_inside(f"time.sleep(2)\n{SOLVED}")
+    killer.join()
+    assert len(boxes) == 2 and t.success and t.status in ("ok", "truncated"), t.fault
+    assert t.metrics["sandbox_lost_n"] == 0 and len(t.turns) == 2
 
 
 @needs_sandbox
