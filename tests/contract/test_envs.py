@@ -34,6 +34,7 @@ from rolljax.recipes.palette.styled_words import StyledWords
 from rolljax.recipes.rome.key_door_chain import KeyDoorChain
 from rolljax.recipes.shop_simulator.shop import TINY, Shop
 from rolljax.recipes.stagent.travel import Travel, TravelDesk
+from rolljax.recipes.terminal_bench.number_files import NumberFiles
 from rolljax.recipes.think_j.digit_sums import DigitSums
 from rolljax.recipes.think_j.preferences import Preferences
 
@@ -56,6 +57,7 @@ SPECS = {
     "key_door_chain": KeyDoorChain(),
     "key_door_chain_2": KeyDoorChain(length=2, actions=3, num_tasks=7),
     "key_rules": KeyRules(),
+    "number_files": NumberFiles(),
     "with_experience": WithExperience(shown="all"),
     "extraction": Extraction(),
     "styled_words": StyledWords(),

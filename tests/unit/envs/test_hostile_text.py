@@ -397,6 +397,7 @@ READ_JSON_HERE = {
     "envs/adapters/reasoning_gym.py": "replaces `eval` in a library, in a worker process",
     "envs/adapters/rock.py": "answers of a server, bounded by MAX_ANSWER_BYTES",
     "envs/bounded.py": "our own child",
+    "envs/base.py": "our own server",
     "envs/catalog.py": "what the user typed",
     "envs/data/columns.py": "the user's file",
     "envs/data/messages.py": "the user's file",
