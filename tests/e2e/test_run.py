@@ -436,6 +436,7 @@ def test_a_run_stopped_before_its_first_checkpoint_says_so(tmp_path, capsys):
 
 
 NEEDS_FILES = {
+    "cli_agent",
     "gsm8k_qwen3_0p6b",
     "dlcot",
     "live_thinking_qwen3_0p6b",
@@ -448,7 +449,7 @@ NEEDS_FILES = {
     "stagent",
     "think_j_offline",
     "think_j_qwen3_8b",
-}  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py and test_think_j.py, or by test_docs.py; files of pipelines
+}  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py, test_terminal_bench.py and test_think_j.py, or by test_docs.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {
     *ROOT.glob("rolljax/recipes/*/data.gin"),

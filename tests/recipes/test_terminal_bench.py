@@ -6,9 +6,11 @@ import textwrap
 
 import pytest
 
+from rolljax.commands.train import main as train
 from rolljax.envs import checks
 from rolljax.errors import EnvError
 from rolljax.recipes.terminal_bench.grading import Left, grade
+from rolljax.recipes.terminal_bench.number_files import task_of, write_tasks
 from rolljax.recipes.terminal_bench.terminal import OWN_TASKS, HarborTasks, TerminalTasks
 from rolljax.sandbox import TERMINAL, available
 
@@ -309,3 +311,16 @@ def test_tool_calls_and_blocks_reach_the_shell():
     actions = [f"<tool_call>{json.dumps(call)}</tool_call>", "Look:\n```bash\necho from a block\n```"]
     seen, results = play(TASK, [*actions, '<tool_call>{"name": "finish"}</tool_call>'])
     assert seen[1:] == ["[exit code 0]\nfrom a call", "[exit code 0]\nfrom a block"] and results[-1].terminated
+
+
+def test_number_files_can_be_solved_and_the_cli_agents_config_passes_a_dry_run(tmp_path, capsys):
+    write_tasks(tmp_path / "tasks", 40)
+    spec = HarborTasks(path=str(tmp_path / "tasks"), prompt="{instruction}")
+    checks.reference_solves(spec, 2, reward=1.0)
+    name, number = task_of(3)
+    seen, results = play(spec, [f"cat {name}", f"echo {number} >out", "finish"], index=3)
+    assert seen[0] == name and seen[1].endswith(number) and results[-1].success
+    settings = ["HarborTasks.readable = ()", f"HarborTasks.path = '{tmp_path / 'tasks'}'", "Evaluation.tasks = 4"]
+    argv = ["--gin", "terminal_bench/cli_agent_start", "--gin", "terminal_bench/cli_agent", "--dry_run"]
+    assert train(argv + [word for setting in settings for word in ("--set", setting)]) == 0
+    assert "first task as the model sees it" in capsys.readouterr().out
