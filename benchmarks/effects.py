@@ -12,7 +12,6 @@ one is hard and long (`toys.Prompts`), and each of Lite PPO's two tricks alone.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -86,23 +85,18 @@ def variance_ratio(base: toys.History, other: toys.History, *, relative: bool = 
     return norms[0].var(1) / norms[1].var(1)
 
 
-def spread(values: np.ndarray) -> str:
-    """Format mean, least and largest over seeds."""
-    return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
-
-
 def rhythm_table(found: plan_task.History) -> Table:
     table = Table("amplified", "success, mean of the steps", "at the end", "factor of the plan")
     for name, speed, curve, factors in zip(RHYTHMS, found.speed, found.success, found.factors, strict=True):
-        table.add_row(name, spread(speed), spread(curve[:, -1]), f"{factors[plan_task.PLAN]:.2f}")
+        table.add_row(name, toys.spread(speed), toys.spread(curve[:, -1]), f"{factors[plan_task.PLAN]:.2f}")
     return table
 
 
 def mixture_table(found: Mapping[str, toys.History]) -> Table:
     table = Table("", "variance, GRPO / this", "of norm over mean", "hard prompts", "easy prompts")
     for name, h in found.items():
-        ratios = [spread(variance_ratio(found["GRPO"], h, relative=r)) for r in (False, True)]
-        table.add_row(name, *ratios, *[spread(h.measured[m][:, -1]) for m in ("hard", "easy")])
+        ratios = [toys.spread(variance_ratio(found["GRPO"], h, relative=r)) for r in (False, True)]
+        table.add_row(name, *ratios, *[toys.spread(h.measured[m][:, -1]) for m in ("hard", "easy")])
     return table
 
 
@@ -132,10 +126,7 @@ def draw(path: Path, rhythms: plan_task.History, runs: Mapping[str, toys.History
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path, help="where to draw")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    args = parser.parse_args()
+    args = toys.arguments(__doc__, SEEDS)
     console = Console(width=120)
     rhythms, runs = rhythm(seeds=args.seeds), mixture(seeds=args.seeds)
     console.print(rhythm_table(rhythms), "with two layers", rhythm_table(rhythm(layers=2, seeds=args.seeds)))

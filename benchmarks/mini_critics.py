@@ -9,7 +9,6 @@ prompts are of four difficulties, rewards are 0 or 1, and critics are too small 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Mapping
@@ -54,6 +53,11 @@ def learned(problem: str, arm: str, *, seeds: int = SEEDS) -> np.ndarray:
     return toys.train(PROBLEMS[problem], ARMS[arm], seeds=seeds, steps=STEPS, lr=10).measured["right"].mean(1)
 
 
+def error(values: np.ndarray) -> float:
+    """Return the standard error of the mean over seeds."""
+    return float(values.std(ddof=1) / len(values) ** 0.5)
+
+
 def draw(path: Path, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     import matplotlib
 
@@ -62,7 +66,7 @@ def draw(path: Path, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 
     fig, axes = plt.subplots(1, len(found), figsize=(12, 3.4), sharey=True, layout="constrained")
     for axis, (problem, arms) in zip(axes, found.items(), strict=True):
-        errors = [x.std(ddof=1) / len(x) ** 0.5 for x in arms.values()]
+        errors = [error(x) for x in arms.values()]
         axis.errorbar([x.mean() for x in arms.values()], range(len(arms)), xerr=errors, fmt="o", capsize=3)
         axis.set(title=problem, xlabel="right answers, mean over training", yticks=range(len(arms)), yticklabels=arms)
         axis.grid(axis="x", alpha=0.3)
@@ -71,15 +75,12 @@ def draw(path: Path, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path, help="where to draw")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    args = parser.parse_args()
+    args = toys.arguments(__doc__, SEEDS)
     found = {problem: {arm: learned(problem, arm, seeds=args.seeds) for arm in ARMS} for problem in PROBLEMS}
     table = Table("", *(f"{problem}: mean, standard error" for problem in found))
     for arm in ARMS:
         values = [found[problem][arm] for problem in found]
-        table.add_row(arm, *(f"{x.mean():.3f} ± {x.std(ddof=1) / len(x) ** 0.5:.3f}" for x in values))
+        table.add_row(arm, *(f"{x.mean():.3f} ± {error(x):.3f}" for x in values))
     Console(width=120).print(table)
     if args.figure:
         draw(args.figure, found)

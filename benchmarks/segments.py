@@ -10,7 +10,6 @@ style has moved from its start (KL, nat a token), and which share of the tokens 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Mapping
@@ -41,27 +40,26 @@ PAIRS: dict[str, tuple[Algorithm, Algorithm, float]] = {
     "DPO": (Dpo(), SegmentDpo(scorer="teacher"), 3.0),
 }
 """An algorithm, the same with segments, and the rate of both."""
-ARMS = {"whole answer": (0, True), "segments": (1, True), "segments at random": (1, False)}
+ARMS = {"whole answer": (False, True), "segments": (True, True), "segments at random": (True, False)}
+"""Whether there are segments, and whether they say something."""
 
 
 def learned(pair: str, arm: str, *, seeds: int = SEEDS, steps: int = STEPS) -> toys.History:
     """Train one arm of a pair."""
-    which, informed = ARMS[arm]
-    *algorithms, lr = PAIRS[pair]
-    algorithm = algorithms[which]
-    assert isinstance(algorithm, Algorithm)
+    (plain, segmented, lr), (in_segments, informed) = PAIRS[pair], ARMS[arm]
+    algorithm = segmented if in_segments else plain
     return toys.train(functools.partial(toys.Span, informed=informed), algorithm, seeds=seeds, steps=steps, lr=lr)
 
 
 def precision(pair: str, arm: str, *, seeds: int = SEEDS) -> float:
     """Return the share of the span in the tokens that train, at the first step; of all tokens if there are no
     segments."""
-    which, informed = ARMS[arm]
+    in_segments, informed = ARMS[arm]
     found = []
     for seed in range(seeds):
         toy = toys.Span(seed, informed=informed)
         kept = np.ones((toy.samples, toy.rows), bool)
-        if which:
+        if in_segments:
             algorithm = PAIRS[pair][1]
             table = toy.start()
             e = toys.read(algorithm, toy, toy.play(table, 0), table, table, None).episodes
@@ -90,16 +88,13 @@ def draw(path: Path, runs: Mapping[str, Mapping[str, toys.History]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path, help="where to draw")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    args = parser.parse_args()
+    args = toys.arguments(__doc__, SEEDS)
     runs = {pair: {arm: learned(pair, arm, seeds=args.seeds) for arm in ARMS} for pair in PAIRS}
     table = Table("", "", "right, mean of the steps", "right, end", "drift, end", "span in kept tokens")
     for pair, arms in runs.items():
         for arm, history in arms.items():
             right, drift = history.measured["right"], history.measured["drift"][:, -1]
-            cells = [f"{x.mean():.3f} ({x.min():.3f} to {x.max():.3f})" for x in (right.mean(1), right[:, -1], drift)]
+            cells = [toys.spread(x, 3) for x in (right.mean(1), right[:, -1], drift)]
             table.add_row(pair, arm, *cells, f"{precision(pair, arm, seeds=args.seeds):.2f}")
     Console(width=140).print(table)
     if args.figure:

@@ -11,10 +11,12 @@ M critics; B rows of a batch (groups) and L tokens of such a row.
 from __future__ import annotations
 
 import abc
+import argparse
 import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -617,6 +619,23 @@ class Ladder(Toy):
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         right = np.exp(log_softmax(table)[np.arange(len(self.hidden)), self.hidden])
         return {"right": float(np.cumprod(right)[self.asks - 1].mean())}
+
+
+# ---- what scripts print and take ------------------------------------------------------------------------------------
+
+
+def arguments(doc: str | None, seeds: int) -> argparse.Namespace:
+    """Return the arguments of a script: `figure`, `seeds`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figure", type=Path, help="where to draw")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    return parser.parse_args()
+
+
+def spread(values: np.ndarray, digits: int = 2) -> str:
+    """Format mean, least and largest over seeds."""
+    mean, low, high = (f"{x:.{digits}f}" for x in (values.mean(), values.min(), values.max()))
+    return f"{mean} ({low} to {high})"
 
 
 # ---- one step of the trainer, for tables ----------------------------------------------------------------------------

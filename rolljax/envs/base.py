@@ -10,7 +10,6 @@ import abc
 import dataclasses
 import json
 import pickle
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -68,7 +67,7 @@ class ProgramLaunch:
     argv: tuple[str, ...]
     """The command line."""
     task: Mapping[str, Any]
-    """What it reads from standard input, as a line of JSON together with `base_url` and `api_key`."""
+    """The name and the messages of its task."""
     address: tuple[str, int]
     """Host and port of the server of the policy, for the process that runs the episode."""
     api_key: str
@@ -84,6 +83,8 @@ class ProgramLaunch:
         Raises:
           InfraError: the server is gone.
         """
+        import urllib.request
+
         url = "http://{}:{}/session".format(*self.address)
         asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {self.api_key}"})
         try:
@@ -96,9 +97,13 @@ class ProgramLaunch:
         """Return the program's environment variables. url: of the server as the program sees it, without a path."""
         return api_variables(url, self.api_key) | dict(self.env)
 
+    def sent(self, url: str) -> dict[str, Any]:
+        """Return the task with the server's address and the key. url: as in `variables`."""
+        return dict(self.task) | {"base_url": f"{url}/v1", "api_key": self.api_key}
+
     def stdin(self, url: str) -> bytes:
-        """Return the program's standard input. url: as in `variables`."""
-        return json.dumps(dict(self.task) | {"base_url": f"{url}/v1", "api_key": self.api_key}).encode() + b"\n"
+        """Return the program's standard input: `sent` as a line of JSON."""
+        return json.dumps(self.sent(url)).encode() + b"\n"
 
 
 def api_variables(url: str, api_key: str) -> dict[str, str]:

@@ -263,12 +263,16 @@ class Sandbox:
         try:
             wire.wait(self._socket.fileno(), select.POLLIN, time.monotonic() + START_S)
             _, found, _, _ = socket.recv_fds(self._socket, 1, 1)
-            sent = socket.socket(fileno=found.pop())
+            sent = socket.socket(fileno=found[0])
+            found.clear()
             if sent.family != socket.AF_INET or not sent.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 sent.close()
                 raise wire.Lost("no listening socket")
         except (wire.Lost, OSError, IndexError) as e:  # the code inside has taken over the channel
             raise self._lost() from e
+        finally:
+            for fd in found:  # no socket
+                os.close(fd)
         return sent
 
     def _result_of(

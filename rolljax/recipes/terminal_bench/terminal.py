@@ -233,7 +233,7 @@ class TerminalEnv(Env):
 
         if self._over or self._turns:
             raise EnvError("a program plays a whole episode, and this one is under way")
-        counts = collections.Counter(dict.fromkeys(_PLAYED, 0))
+        counts, late, failed = collections.Counter[str](), False, False
         try:
             result = run_served(
                 self._box,
@@ -249,11 +249,12 @@ class TerminalEnv(Env):
             raise
         except EnvError:  # the program, or a command of it, has ended its own sandbox
             counts["sandbox_lost_n"] = 1
-            return self._end(counts, terminated=True)
-        counts["sandbox_lost_n"] += bool(result.killed_by and not result.timed_out)
-        counts["program_timeouts_n"] += result.timed_out
-        counts["program_failed_n"] += result.returncode != 0
-        return self._end(counts, terminated=not result.timed_out)
+        else:
+            late, failed = result.timed_out, result.returncode != 0
+            counts["sandbox_lost_n"] += bool(result.killed_by and not late)
+        end = self._end(counts, terminated=not late)
+        own = {"program_timeouts_n": float(late), "program_failed_n": float(failed)}
+        return dataclasses.replace(end, metrics={**end.metrics, **own})
 
     def reference_answer(self) -> str:
         """Return the solution as one command; after it, finish."""
@@ -345,8 +346,6 @@ def clip(text: str, limit: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"
 
 
-_PLAYED = ("program_timeouts_n", "program_failed_n")
-"""Counts of episodes that an agent program plays."""
 _COUNTS = (
     "commands_n", "no_command_n", "ignored_n", "timeouts_n", "sandbox_lost_n", "stopped_repeating_n", "tamper_n",
     "left_running_n", "not_taken_n", "tests_n", "tests_passed_n",
@@ -354,4 +353,4 @@ _COUNTS = (
 
 
 def _metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    return {name: float(counts.get(name, 0)) for name in (*_COUNTS, *(n for n in _PLAYED if n in counts))}
+    return {name: float(counts.get(name, 0)) for name in _COUNTS}

@@ -18,7 +18,6 @@ import dataclasses
 import socket
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import uvicorn
 
@@ -59,10 +58,6 @@ class AgentTask:
     def text(self) -> str:
         """The text of the last message."""
         return self.messages[-1].content
-
-    def line(self) -> dict[str, Any]:
-        """Return what the program reads, without the server's address."""
-        return {"id": self.name, "messages": [{"role": m.role, "content": m.content} for m in self.messages]}
 
 
 class AgentHost:
@@ -145,8 +140,7 @@ class AgentHost:
         Raises:
           OutOfTime: the program gave no answer in time. EnvError: the program failed.
         """
-        sent = task.line() | {"base_url": f"{self.url}/v1", "api_key": task.session.key}
-        asking = asyncio.ensure_future(worker.ask(sent))
+        asking = asyncio.ensure_future(worker.ask(self._launch(task).sent(self.url)))
         start_s = time.monotonic()
         try:
             while not asking.done():
@@ -160,13 +154,14 @@ class AgentHost:
 
     async def play_inside(self, episode: Episode, task: AgentTask) -> StepResult:
         """Run a program in the sandbox of its episode; return how the environment scores what it left there."""
+        return await episode.play(self._launch(task))
+
+    def _launch(self, task: AgentTask) -> ProgramLaunch:
         program, command = self.program, self.program.command_of(task.text)
         if command[0] == "python":
             command = ("python3", *command[1:])
-        key = task.session.key
-        return await episode.play(
-            ProgramLaunch(command, task.line(), self.address, key, program.env, program.deadline_s)
-        )
+        sent = {"id": task.name, "messages": [{"role": m.role, "content": m.content} for m in task.messages]}
+        return ProgramLaunch(command, sent, self.address, task.session.key, program.env, program.deadline_s)
 
     def _start(self, task: AgentTask) -> AgentProcess:
         variables = {} if self.program.reuse else api_variables(self.url, task.session.key)

@@ -13,7 +13,6 @@ import fcntl
 import os
 import select
 import signal
-import socket
 import stat
 import sys
 import time
@@ -220,7 +219,7 @@ class Agent:
         self.channel, self.work = channel, os.getcwd()
         self.shells: dict[str, Shell] = {}
         self.program: RunningProgram | None = None
-        self.listener: socket.socket | None = None
+        self.listener: Any = None
 
     def serve(self) -> None:
         while True:
@@ -281,11 +280,15 @@ class Agent:
 
     def do_listen(self, order: Order, blob: bytes) -> Reply:
         """Listen on the sandbox's own loopback. The socket follows the answer, and is closed here."""
+        import socket  # the start of other sandboxes does not wait for it
+
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         return {"port": self.listener.getsockname()[1]}, b""
 
-    def hand_over(self, listener: socket.socket) -> None:
+    def hand_over(self, listener: Any) -> None:
         """Send a socket to the host, with one byte."""
+        import socket
+
         with listener, socket.socket(fileno=os.dup(self.channel)) as channel:
             socket.send_fds(channel, [b"s"], [listener.fileno()])
         self.listener = None
