@@ -180,7 +180,7 @@ class Layers(nnx.Module):
         """Apply the linear map `name` to `x [..., in]`; return `[..., out]`, flat.
 
         The product of an int8 map is multiplied by its `{name}_scale [out]`. Adapters `{name}_a [in, r]`, `{name}_b [r,
-        out]` add their output (`model.lora`).
+        out]` add their output (`model.lora`); `adapter_columns [B, 1, r]` weighs their columns in each row of x.
         """
         p, ins = getattr(self, name), LINEAR.get(name, 1)
         w, axes = p[...], p.get_metadata()["axes"][1:]
@@ -192,7 +192,10 @@ class Layers(nnx.Module):
             out = matmul(x, w, (axes[0], axes[ins]))
         if hasattr(self, f"{name}_a"):
             a, b = (getattr(self, f"{name}_{part}")[...] for part in "ab")
-            out += matmul(matmul(x, a, (axes[0], "rank")), b, ("rank", axes[ins])) * self.factor
+            low = matmul(x, a, (axes[0], "rank"))
+            if hasattr(self, "adapter_columns"):
+                low *= self.adapter_columns[...].astype(low.dtype)
+            out += matmul(low, b, ("rank", axes[ins])) * self.factor
         return out
 
     def heads(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

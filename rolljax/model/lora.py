@@ -51,11 +51,39 @@ class Adapted:
     base: Base
     adapters: Params | None
     """None: adapters off."""
+    columns: jax.Array | None = None
+    """Weights `[B, rank]` of the columns of A in each row of a batch (`SlottedAdapters`); None: all are 1."""
 
     def parts(self) -> tuple[Params, dict[str, jax.Array]]:
         """Return the decoder's tree, and the further arrays of its layers (`Layers.extend`)."""
         beside = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
-        return self.base.params, beside | (self.adapters["layers"] if self.adapters else {})
+        beside |= self.adapters["layers"] if self.adapters else {}
+        if self.columns is not None:
+            depth = len(next(iter(beside.values())))
+            beside["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, len(self.columns), 1, self.columns.shape[1]))
+        return self.base.params, beside
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlottedAdapters:
+    """Adapters of several policies over one base, side by side: slot k of A has the k-th part of the columns of one
+    wide adapter (`LoraSlots`). A batch may mix rows of all policies: each row uses the columns of its own slot, and
+    the products stay plain matrix products."""
+
+    base: Base
+    adapters: Params
+    """As `LoraSlots.lora` describes them."""
+    scales: jax.Array
+    """Factor of each slot's adapter, float32 `[A]`."""
+
+    def of_rows(self, slots_B: jax.Array) -> Adapted:
+        """Return the parameters for a batch whose rows use these slots; -1: the base."""
+        total = next(x.shape[-1] for name, x in self.adapters["layers"].items() if name.endswith("_a"))
+        slot_of_column = jnp.arange(total) // (total // len(self.scales))
+        scale_B1 = self.scales[jnp.maximum(slots_B, 0)][:, None]
+        columns = jnp.where(slot_of_column == slots_B[:, None], scale_B1, 0.0)
+        return Adapted(self.base, self.adapters, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +164,62 @@ class Lora:
         names = linear_maps(axes) if self.int8_base else ()
         scales: Any = {name: ("layers", ends(name, axes)[1]) for name in names}
         return Base(axes, scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSlots:
+    """Room for the adapters of several policies over one base; see `SlottedAdapters`."""
+
+    num: Annotated[int, Range(low=1)] = 8
+    """Slots."""
+    rank: Annotated[int, Range(low=1)] = 32
+    """Highest rank of an adapter; those of lower ranks are padded with zeros, which stay zero in training."""
+    alpha: Annotated[float, Range(above=0, below=math.inf)] = 32.0
+    """The output of an adapter is scaled by `alpha / its rank`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def lora(self) -> Lora:
+        """The wide adapter that has all slots."""
+        return Lora(rank=self.num * self.rank, alpha=self.num * self.rank)
+
+    def padded(self, adapters: Params) -> Params:
+        """Pad an adapter of a lower rank with zeros, on its columns of A and rows of B."""
+
+        def one(name: str, x: jax.Array) -> jax.Array:
+            widths = [(0, 0)] * 3
+            widths[_rank_axis(name)] = (0, self.rank - x.shape[_rank_axis(name)])
+            return jnp.pad(x, widths)
+
+        return {"layers": {name: one(name, x) for name, x in adapters["layers"].items()}}
+
+    def cut(self, adapters: Params, rank: int) -> Params:
+        """Undo `padded`: return the first `rank` columns of A and rows of B."""
+        parts = adapters["layers"].items()
+        return {"layers": {name: x[..., :rank] if name.endswith("_a") else x[:, :rank] for name, x in parts}}
+
+    def take(self, tree: Params, slot: jax.Array | int) -> Params:
+        """Return the part of one slot of a tree with the shape of the wide adapter. The slot may be traced."""
+        return {"layers": {name: self._part(name, x, slot) for name, x in tree["layers"].items()}}
+
+    def put(self, tree: Params, slot: jax.Array | int, part: Params) -> Params:
+        """Return the tree with another part of one slot (`take`)."""
+
+        def one(name: str, x: jax.Array) -> jax.Array:
+            axis = _rank_axis(name)
+            return jax.lax.dynamic_update_slice_in_dim(x, part["layers"][name], slot * self.rank, axis)
+
+        return {"layers": {name: one(name, x) for name, x in tree["layers"].items()}}
+
+    def _part(self, name: str, x: jax.Array, slot: jax.Array | int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, slot * self.rank, self.rank, _rank_axis(name))
+
+
+def _rank_axis(name: str) -> int:
+    """Return the axis of an adapter's matrix, `[L, in, rank]` or `[L, rank, out]`, that counts its columns."""
+    return 2 if name.endswith("_a") else 1
 
 
 def linear_maps(axes: Params) -> tuple[str, ...]:

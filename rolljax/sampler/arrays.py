@@ -52,6 +52,8 @@ class DecodeState:
     """`[S, 2]` uint32: the request's address, hashed."""
     stop: jax.Array
     """`[S, MAX_STOP_IDS]`, padded with -1."""
+    adapter: jax.Array
+    """`[S]` slot of the adapter, where the weights have several (`model.lora.SlottedAdapters`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +76,8 @@ class Inserts:
     """`[S, ADDRESS_LEN]` int32."""
     stop: jax.Array
     """`[S, MAX_STOP_IDS]` ids that end an answer, padded with -1."""
+    adapter: jax.Array
+    """`[S]` slot of the adapter; -1: none."""
 
     @staticmethod
     def empty(slots: int) -> Inserts:
@@ -88,6 +92,7 @@ class Inserts:
             distribution=SamplingDistribution.empty(slots),
             address=np.zeros((slots, ADDRESS_LEN), np.int32),  # type: ignore[arg-type]
             stop=none(MAX_STOP_IDS),  # type: ignore[arg-type]
+            adapter=none(),  # type: ignore[arg-type]
         )
 
 
@@ -108,6 +113,8 @@ class PrefillChunks:
     """`[R]` a page to copy before anything is written; -1: none."""
     copy_to: jax.Array
     """`[R]` the page that `copy_from` is copied to; -1: none."""
+    adapter: jax.Array
+    """`[R]` slot of the adapter; -1: none."""
 
     @staticmethod
     def empty(rows: int, size: int, width: int) -> PrefillChunks:
@@ -119,6 +126,7 @@ class PrefillChunks:
             table=np.full((rows, width), -1, np.int32),  # type: ignore[arg-type]
             copy_from=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
             copy_to=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
+            adapter=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
         )
 
 
@@ -151,3 +159,16 @@ class ResultTokens:
         ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
         top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))
         return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, experts, jnp.zeros(slots, jnp.int32), done)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The model's log-probs of given tokens, each given the earlier ones. The first column means nothing."""
+
+    logp: jax.Array
+    """`[B, T]`."""
+    top_ids: jax.Array
+    """`[B, T, n]` the likeliest tokens in its place."""
+    top_logp: jax.Array
+    """`[B, T, n]` their log-probs."""

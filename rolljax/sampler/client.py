@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from rolljax.concurrency.waits import Inbox
 from rolljax.errors import HangError, RolljaxError, SamplerError, boundary
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
-from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS
+from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS, Scores
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.prompt_queue import Request, SamplerLoad, SamplerStats
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
@@ -315,7 +316,9 @@ class Sampler(SamplerClient):
         on_tokens: Callable[[Sampled], None] | None = None,
         resume: Sampled | None = None,
         min_version: int = 0,
+        adapter: int = -1,
     ) -> Pending:
+        """Start to sample; see `SamplerClient.submit`. adapter: the slot of an adapter (`set_adapter`); -1: none."""
         check_request(self._limits, prompt_ids, params, address)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -342,6 +345,7 @@ class Sampler(SamplerClient):
             parts=[resume] if resume else [],
             submitted_s=time.perf_counter(),
             fail=lambda error: self._post(loop, lambda: settle(future, error)),
+            adapter=adapter,
         )
         self._send(lambda: self._scheduler.add(request))
         return Pending(future, lambda: self._abort(request))
@@ -361,14 +365,34 @@ class Sampler(SamplerClient):
         return release
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
+        return (await self.score_top(prompt_ids)).logp  # type: ignore[return-value]
+
+    async def score_top(self, prompt_ids: np.ndarray, *, adapter: int = -1, top: int = 0) -> Scores:
+        """Return the log-probs of every token of `prompt_ids [P]` given the earlier ones, and of the `top` likeliest
+        tokens in its place: host arrays `[P]` and `[P, top]`; those of the first token are NaN.
+
+        adapter: the slot of an adapter (`set_adapter`); -1: none.
+        """
         check_request(self._limits, prompt_ids, SamplingParams(), ())
         size = MIN_CHUNK
         while size < len(prompt_ids):
             size *= 2
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt_ids)] = prompt_ids
-        logp = await self._ask(lambda: np.array(self._worker.score(tokens)))
-        return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
+        call = lambda: jax.device_get(self._worker.score(tokens, np.array([adapter], np.int32), top=top))  # noqa: E731
+        found = jax.tree.map(lambda x: np.array(x[0, : len(prompt_ids)]), await self._ask(call))
+        found.logp[0], found.top_logp[0] = np.nan, np.nan
+        return found
+
+    async def set_adapter(self, slot: int, params: Callable[[Params], Params]) -> None:
+        """Put an adapter into a slot, between two dispatches; requests of other slots go on.
+
+        Args:
+          params: returns the weights in use with that adapter (`model.lora.SlottedAdapters`); it may donate those it
+            gets. No open request may use the slot.
+        """
+        change = lambda: self._worker.set_params(params(self._worker.params))  # noqa: E731
+        await self._ask(lambda: self._scheduler.set_adapter(slot, change))
 
     async def warm_up(self, done: Callable[[int, int], None]) -> None:
         cfg = self.engine.cfg

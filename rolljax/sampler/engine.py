@@ -29,9 +29,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.model.attention import packed
-from rolljax.model.decoder import Model, Params
+from rolljax.model.decoder import Decoder, Model, Params
 from rolljax.model.layers import ExpertRouting
-from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, ResultTokens, SamplingDistribution
+from rolljax.model.lora import SlottedAdapters
+from rolljax.sampler.arrays import (
+    MAX_STOP_IDS,
+    DecodeState,
+    Inserts,
+    PrefillChunks,
+    ResultTokens,
+    SamplingDistribution,
+    Scores,
+)
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, draw, fold_address
@@ -84,7 +93,7 @@ class Engine:
             self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, replicated)
         )
         self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, replicated))
-        self._score = self._jit(self._score_all, donate=(), num_row_args=1, split=False, out=replicated)
+        self._score = self._jit(self._score_all, donate=(), num_row_args=1, static=1, split=False, out=replicated)
 
     @property
     def num_shards(self) -> int:
@@ -174,9 +183,9 @@ class Engine:
         """
         return self._generate(params, state, table_SW, slot_S, truncate, top)
 
-    def score(self, params: Params, tokens_BT: np.ndarray) -> jax.Array:
-        """Return the model's log-prob of every token given the earlier ones, `[B, T]`; the first column is 0."""
-        return self._score(params, tokens_BT)
+    def score(self, params: Params, tokens_BT: np.ndarray, adapter_B: np.ndarray, *, top: int = 0) -> Scores:
+        """Return the model's log-prob of every token given the earlier ones, and of the `top` likeliest tokens."""
+        return self._score(params, (tokens_BT, adapter_B), top)
 
     # ---- what runs on each shard
 
@@ -190,12 +199,17 @@ class Engine:
             distribution=jax.tree.map(jnp.asarray, SamplingDistribution.empty(S)),
             key=jnp.zeros((S, 2), jnp.uint32),
             stop=jnp.full((S, MAX_STOP_IDS), -1, jnp.int32),
+            adapter=jnp.full(S, -1, jnp.int32),
         )
+
+    def _bind(self, params: Params, adapter_B: jax.Array) -> Decoder:
+        """Return the decoder for rows that use these adapters, where the weights have several."""
+        return self.model.bind(params.of_rows(adapter_B) if isinstance(params, SlottedAdapters) else params)
 
     def _prefill_local(
         self, params: Params, state: DecodeState, chunks: PrefillChunks, read: int
     ) -> tuple[DecodeState, jax.Array]:
-        decoder, path = self.model.bind(params), self.path
+        decoder, path = self._bind(params, chunks.adapter), self.path
         T = chunks.tokens.shape[1]
         pool = path.copy_pages(state.pool, chunks.copy_from, chunks.copy_to)
         reading, cache = path.open(pool, chunks.table, chunks.start, T, read)
@@ -224,6 +238,7 @@ class Engine:
             distribution=new.distribution,
             key=key_S2,
             stop=new.stop,
+            adapter=new.adapter,
         )
         pick = lambda a, b: jnp.where(is_new_S.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
         merged = jax.tree.map(
@@ -241,11 +256,12 @@ class Engine:
     def _generate_local(
         self, params: Params, all_slots: DecodeState, table_SW: jax.Array, slot_S: jax.Array, truncate: bool, top: bool
     ) -> tuple[DecodeState, ResultTokens]:
-        decoder, path = self.model.bind(params), self.decode_path
+        path = self.decode_path
         S, K = len(slot_S), self.cfg.steps_per_dispatch
         state = dataclasses.replace(all_slots, pool=all_slots.token)  # the pool is not carried through the steps
         state = jax.tree.map(lambda x: x[jnp.maximum(slot_S, 0)], state)
         state = dataclasses.replace(state, remaining=jnp.where(slot_S >= 0, state.remaining, 0))
+        decoder = self._bind(params, state.adapter)
         start_S = state.position
         reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1])
 
@@ -302,14 +318,18 @@ class Engine:
             return experts
         return experts.at[:, step].set(mixtures.expert_ids_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
 
-    def _score_all(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
-        decoder = self.model.bind(params)
+    def _score_all(self, params: Params, prompts: tuple[jax.Array, jax.Array], top: int) -> Scores:
+        tokens_BT, adapter_B = prompts
+        decoder = self._bind(params, adapter_B)
         B, T = tokens_BT.shape
         same = jnp.ones((B, T), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
         hidden = decoder(tokens_BT, positions, packed(same, same, positions)).hidden
         logp = jax.nn.log_softmax(decoder.logits(hidden[:, :-1]))
-        return jnp.pad(jnp.take_along_axis(logp, tokens_BT[:, 1:, None], axis=2)[..., 0], ((0, 0), (1, 0)))
+        own = jnp.take_along_axis(logp, tokens_BT[:, 1:, None], axis=2)[..., 0]
+        best, ids = jax.lax.top_k(logp, top)
+        after = lambda x: jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
+        return Scores(after(own), after(ids), after(best))
 
     @property
     def experts_split(self) -> bool:
@@ -436,9 +456,9 @@ class EngineWorker:
         )
         return result
 
-    def score(self, tokens_BT: np.ndarray) -> jax.Array:
-        """Return the model's log-prob of every token given the earlier ones, `[B, T]`; the first column is 0."""
-        return self.engine.score(self._params, tokens_BT)
+    def score(self, tokens_BT: np.ndarray, adapter_B: np.ndarray, *, top: int = 0) -> Scores:
+        """Return the log-probs of tokens that were not sampled (see `Engine.score`)."""
+        return self.engine.score(self._params, tokens_BT, adapter_B, top=top)
 
     def wait_prefills(self) -> None:
         """Wait until every prefill that was started is done."""

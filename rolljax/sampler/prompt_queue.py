@@ -37,6 +37,10 @@ class Request:
     """Called with every new part."""
     fail: Callable[[Exception], None] = lambda error: None
     """Called instead of `deliver` when the scheduler stops. All run in the scheduler's thread."""
+    adapter: int = -1
+    """Slot of its adapter (`Scheduler.set_adapter`); -1: none."""
+    salt: int = 0
+    """Added to its tokens where they name keys and values: policies share none."""
     parts: list[Sampled] = dataclasses.field(default_factory=list)
     order: int = -1
     submitted_s: float = 0.0
@@ -72,6 +76,10 @@ class Request:
         """Return the prompt and all tokens sampled so far."""
         return np.concatenate([self.prompt_ids, *(p.tokens for p in self.parts)]).astype(np.int32, copy=False)
 
+    def cache_key(self, tokens: np.ndarray) -> bytes:
+        """Return the name of the keys and values of its policy for these tokens, `TOKEN_BYTES` for each."""
+        return (tokens + np.int32(self.salt)).tobytes()
+
 
 @dataclasses.dataclass(eq=False)
 class QueuedPrompt:
@@ -79,7 +87,9 @@ class QueuedPrompt:
 
     tokens: np.ndarray
     data: bytes
+    """`Request.cache_key` of the tokens."""
     queue_key: tuple[int, int]
+    adapter: int = -1
     members: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
     base: bytes | None = None
     """An earlier part of the stream that others share: better prefilled before."""
@@ -174,7 +184,7 @@ class PromptQueue:
     """The prompts that requests wait for, from `wait` until the last member of each has a slot.
 
     Attributes:
-      prompts: all prompts, by their tokens as int32 bytes. started: the prompts that hold pages.
+      prompts: all prompts, by `QueuedPrompt.data`. started: the prompts that hold pages.
       ready: the prefilled prompts, in the order in which they were prefilled.
     """
 
@@ -194,10 +204,10 @@ class PromptQueue:
     def wait(self, request: Request, base: bytes | None = None) -> None:
         """Queue a request until its stream is prefilled; `base`: see `QueuedPrompt`."""
         stream = request.stream()
-        data = stream.tobytes()
+        data = request.cache_key(stream)
         prompt = self.prompts.get(data)
         if prompt is None:
-            prompt = self._enqueue(QueuedPrompt(stream, data, request.queue_key, base=base))
+            prompt = self._enqueue(QueuedPrompt(stream, data, request.queue_key, request.adapter, base=base))
         elif request.queue_key < prompt.queue_key and prompt.shard < 0:
             self._queue.remove((prompt.queue_key, prompt))
             prompt.queue_key = request.queue_key
@@ -205,11 +215,11 @@ class PromptQueue:
         prompt.members.append(request)
         request.prompt = prompt
 
-    def wait_without_member(self, tokens: np.ndarray, queue_key: tuple[int, int]) -> None:
-        """Queue a stream to be prefilled for the cache alone, unless it is queued already."""
-        data = tokens.tobytes()
+    def wait_without_member(self, request: Request) -> None:
+        """Queue a request's prompt to be prefilled for the cache alone, unless it is queued already."""
+        data = request.cache_key(request.prompt_ids)
         if data not in self.prompts:
-            self._enqueue(QueuedPrompt(tokens, data, queue_key))
+            self._enqueue(QueuedPrompt(request.prompt_ids, data, request.queue_key, request.adapter))
 
     def leave(self, request: Request) -> None:
         """Remove a waiting request from the queue."""
@@ -349,7 +359,7 @@ class PromptQueue:
             row = prompt.shard * rows + prompt.row
             count = self._next_chunk_tok(prompt)
             chunks.tokens[row, :count] = prompt.tokens[prompt.done : prompt.done + count]
-            chunks.start[row], chunks.count[row] = prompt.done, count
+            chunks.start[row], chunks.count[row], chunks.adapter[row] = prompt.done, count, prompt.adapter
             pages = [*(node.page for node in prompt.nodes), *prompt.pages]
             chunks.table[row, : len(pages)] = pages
             if prompt.tail is not None:

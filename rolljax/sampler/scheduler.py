@@ -52,6 +52,8 @@ class Scheduler:
         """First tokens that were sampled and not delivered yet."""
         self.asleep = False
         """Whether weights and pages are freed; then requests wait."""
+        self._salts: dict[int, int] = {}
+        """`Request.salt` of the adapter in each slot."""
         self._order = 0
         self._held_until_s = time.perf_counter()  # `stats.held_s` is up to date up to here
 
@@ -82,6 +84,7 @@ class Scheduler:
         self.stats.requests += 1
         self.stats.prompt_tok += len(request.prompt_ids)
         request.num_sampled = sum(len(p) for p in request.parts)
+        request.salt = self._salts.get(request.adapter, 0)
         reason = self._reason(request)
         if reason:
             self._deliver(request, reason)
@@ -120,6 +123,20 @@ class Scheduler:
             self._empty_caches()
         if self.cfg.on_publish == "recompute":
             self._recompute()
+
+    def set_adapter(self, slot: int, set_weights: Callable[[], None]) -> None:
+        """Put an adapter into a slot of the weights (`model.lora.SlottedAdapters`). No open request may use the slot.
+
+        Args:
+          set_weights: gives the worker the weights with that adapter.
+        """
+        set_weights()
+        step = self.engine.model.num_ids
+        salt = max(self._salts.values(), default=0) + step
+        if salt + step > np.iinfo(np.int32).max:  # begin again; what older adapters left must not be found
+            self._empty_caches()
+            salt = next(s for s in range(step, salt, step) if s not in self._salts.values())
+        self._salts[slot] = salt
 
     def sleep(self) -> None:
         """Free the memory of the weights and the KV pages until the next `publish`.
@@ -274,6 +291,7 @@ class Scheduler:
         distribution.top_p[slot], distribution.min_p[slot] = params.top_p, params.min_p
         inserts.address[slot, : len(request.address)] = request.address
         inserts.stop[slot, : len(params.stop_ids)] = params.stop_ids
+        inserts.adapter[slot] = request.adapter
 
     def _most_cached(self, request: Request) -> int:
         """Return the number of tokens of a sequence that enter the cache if it runs to its end: all but the last."""
@@ -313,12 +331,12 @@ class Scheduler:
     def _recompute(self) -> None:
         """Move all running requests back to the queue; prompts shared by several requests are prefilled first."""
         running = sorted(self._running.values(), key=lambda r: r.queue_key)
-        counts = collections.Counter(r.prompt_ids.tobytes() for r in running)
+        counts = collections.Counter(r.cache_key(r.prompt_ids) for r in running)
         for request in running:
-            data = request.prompt_ids.tobytes()
+            data = request.cache_key(request.prompt_ids)
             shared = counts[data] > 1
             if shared:
-                self._queue.wait_without_member(request.prompt_ids, request.queue_key)
+                self._queue.wait_without_member(request)
             self._leave_slot(request)
             self._queue.wait(request, data if shared else None)
 
@@ -449,7 +467,7 @@ class Scheduler:
         size, nodes, pages = self.cfg.page_size, request.nodes, request.pages
         if request.epoch == cache.epoch:
             known = min(request.in_cache, request.length - 1)
-            data = request.stream()[:known].tobytes()[len(nodes) * size * TOKEN_BYTES :]
+            data = request.cache_key(request.stream()[:known])[len(nodes) * size * TOKEN_BYTES :]
             used = -(-len(data) // (TOKEN_BYTES * size))
             cache.release(pages[used:])
             nodes = [*nodes, *cache.keep(nodes, data, pages[:used])]

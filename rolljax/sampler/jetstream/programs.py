@@ -103,6 +103,7 @@ class Programs:
             table=jnp.arange(pages)[None],
             copy_from=jnp.array([-1]),
             copy_to=jnp.array([-1]),
+            adapter=jnp.array([-1]),
         )
         state = dataclasses.replace(state, pool=pool.reshape(state.pool.shape))
         state, logits = alone.prefill(params, state, chunk, read=0 if old is None else pages)
@@ -137,6 +138,7 @@ class Programs:
             distribution=self._distribution(S),
             address=jnp.broadcast_to(prefix["address"][sample], (S, ADDRESS_LEN)),
             stop=jnp.broadcast_to(jnp.array(stop, jnp.int32), (S, MAX_STOP_IDS)),
+            adapter=jnp.full(S, -1),
         )
         core = dataclasses.replace(state.core, pool=self._copy_pages(prefix["cache"], state.core.pool, is_slot))
         logits = jnp.broadcast_to(prefix["logits"], (self.engine.num_shards, len(prefix["logits"])))
