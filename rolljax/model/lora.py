@@ -59,8 +59,8 @@ class Adapted:
         beside = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
         beside |= self.adapters["layers"] if self.adapters else {}
         if self.columns is not None:
-            depth = len(next(iter(beside.values())))
-            beside["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, len(self.columns), 1, self.columns.shape[1]))
+            depth, (rows, rank) = len(next(iter(beside.values()))), self.columns.shape
+            beside["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, rows, 1, rank))
         return self.base.params, beside
 
 

@@ -17,6 +17,8 @@ TEMPLATE = "chat_template.jinja"
 """The chat template of a run that has another than its model's folder."""
 RESULT, CURVES, SUMMARY, ENVIRONMENT = "hf", "curves.png", "summary.json", "env.json"
 CONFIG = "config.gin"
+SERVICE = "service.json"
+"""The base model of a training service's folder."""
 _STEP_FILE = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
 
 

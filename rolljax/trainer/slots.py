@@ -34,6 +34,8 @@ from rolljax.trainer.mesh import num_batch_shards, param_shardings, put, replica
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
+TREES = ("adapters", "grads", "mu", "nu")
+"""Fields of `PolicyState` that are trees."""
 MIN_ROW_TOK = 64
 """Shortest row that a program exists for; the others are 2, 4, 8, ... times as long."""
 
@@ -203,8 +205,9 @@ class SlotTrainer:
         A = self.slots.num
 
         def zeros() -> PolicyState:
-            trees = (jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.abstract()) for _ in range(4))
-            return PolicyState(*trees, jnp.zeros(A, jnp.int32), jnp.zeros(A, jnp.float32))
+            shapes = self.model.abstract()
+            trees = {name: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) for name in TREES}
+            return PolicyState(**trees, num_steps=jnp.zeros(A, jnp.int32), scale=jnp.zeros(A, jnp.float32))
 
         return jax.jit(zeros, out_shardings=self._shardings)()
 
@@ -310,17 +313,17 @@ class SlotTrainer:
     @functools.cached_property
     def _put(self) -> jax.stages.Wrapped:
         def change(states: PolicyState, slot: jax.Array, state: PolicyState) -> PolicyState:
-            trees = (self.slots.put(getattr(states, n), slot, getattr(state, n)) for n in _TREES)
-            numbers = (getattr(states, n).at[slot].set(getattr(state, n)) for n in ("num_steps", "scale"))
-            return PolicyState(*trees, *numbers)
+            trees = {n: self.slots.put(getattr(states, n), slot, getattr(state, n)) for n in TREES}
+            numbers = {n: getattr(states, n).at[slot].set(getattr(state, n)) for n in ("num_steps", "scale")}
+            return PolicyState(**trees, **numbers)
 
         return jax.jit(change, donate_argnums=0, out_shardings=self._shardings)
 
     @functools.cached_property
     def _take(self) -> jax.stages.Wrapped:
         def part(states: PolicyState, slot: jax.Array) -> PolicyState:
-            trees = (self.slots.take(getattr(states, n), slot) for n in _TREES)
-            return PolicyState(*trees, states.num_steps[slot], states.scale[slot])
+            trees = {n: self.slots.take(getattr(states, n), slot) for n in TREES}
+            return PolicyState(**trees, num_steps=states.num_steps[slot], scale=states.scale[slot])
 
         return jax.jit(part, out_shardings=replicated(self.mesh))
 
@@ -361,7 +364,7 @@ class SlotTrainer:
     def _step(self) -> jax.stages.Wrapped:
         def run(states: PolicyState, slot: jax.Array, numbers: jax.Array) -> tuple[PolicyState, dict[str, jax.Array]]:
             settings = Adam(*numbers)  # traced, so that other settings need no other program
-            old = {name: self.slots.take(getattr(states, name), slot) for name in _TREES}
+            old = {name: self.slots.take(getattr(states, name), slot) for name in TREES}
             norm = optax.tree.norm(old["grads"])
             finite = jnp.isfinite(norm)
             clip = jnp.where(settings.clip_norm > 0, jnp.minimum(1.0, settings.clip_norm / norm), 1.0)
@@ -374,15 +377,12 @@ class SlotTrainer:
             new = {"adapters": moved, "mu": moments.mu, "nu": moments.nu}
             new = {name: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], old[name]) for name in new}
             new["grads"] = jax.tree.map(jnp.zeros_like, grads)
-            trees = {name: self.slots.put(getattr(states, name), slot, new[name]) for name in _TREES}
+            trees = {name: self.slots.put(getattr(states, name), slot, new[name]) for name in TREES}
             steps = states.num_steps.at[slot].add(finite.astype(jnp.int32))
             states = PolicyState(**trees, num_steps=steps, scale=states.scale)
             return states, {"grad_norm": norm, "finite": finite.astype(jnp.float32)}
 
         return jax.jit(run, donate_argnums=0, out_shardings=(self._shardings, replicated(self.mesh)))
-
-
-_TREES = ("adapters", "grads", "mu", "nu")
 
 
 def _bucket(size: int, least: int, step: int) -> int:

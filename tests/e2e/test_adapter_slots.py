@@ -19,7 +19,9 @@ from rolljax.trainer.mesh import SLOT_AXES, MeshSpec
 from rolljax.types import SamplingParams
 
 CFG = Qwen3Config(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=40, init_std=0.15)
-SETTINGS = SamplerConfig(slots=6, max_context=96, page_size=8, prefill_chunk=32, steps_per_dispatch=4, prefix_match="any")
+SETTINGS = SamplerConfig(
+    slots=6, max_context=96, page_size=8, prefill_chunk=32, steps_per_dispatch=4, prefix_match="any"
+)
 SLOTS = LoraSlots(num=3, rank=4, alpha=6.0)
 PARAMS = SamplingParams(max_tokens=24)
 PROMPT = np.arange(3, 30, dtype=np.int32)
@@ -43,7 +45,9 @@ def adapters(base):
 
 @contextlib.contextmanager
 def opened(model, params):
-    sampler = Sampler(Engine(model, SETTINGS, MeshSpec().build(jax.devices()[:1]), SLOT_AXES), params, 0, longest_prompt=0)
+    sampler = Sampler(
+        Engine(model, SETTINGS, MeshSpec().build(jax.devices()[:1]), SLOT_AXES), params, 0, longest_prompt=0
+    )
     try:
         yield sampler
     finally:
@@ -73,7 +77,8 @@ def requests():
 
 async def sampled(sampler, prompts, adapters):
     pending = [
-        sampler.submit(prompt, PARAMS, address, adapter=a) for (prompt, address), a in zip(prompts, adapters, strict=True)
+        sampler.submit(prompt, PARAMS, address, adapter=a)
+        for (prompt, address), a in zip(prompts, adapters, strict=True)
     ]
     return [await p.completion for p in pending]
 
@@ -149,7 +154,9 @@ def test_cached_keys_of_older_adapters_are_forgotten_when_their_names_run_out(sh
     scheduler = shared._scheduler
 
     async def run():
-        monkeypatch.setattr(scheduler, "_salts", {0: np.iinfo(np.int32).max // CFG.vocab_size * CFG.vocab_size - CFG.vocab_size})
+        monkeypatch.setattr(
+            scheduler, "_salts", {0: np.iinfo(np.int32).max // CFG.vocab_size * CFG.vocab_size - CFG.vocab_size}
+        )
         for k in (3, 0, 3, 2):
             await load(shared, 1, adapters[k])
             for found, wanted in zip(await sampled(shared, requests(), [1] * 6), alone[k][0], strict=True):

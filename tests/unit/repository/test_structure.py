@@ -16,6 +16,7 @@ ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 VERBS = {
     "cli.py",
+    "service/__main__.py",
     "commands",
     "train.py",
     "chat.py",
@@ -96,6 +97,7 @@ LEFT = {
     "sampler": {"errors", "types", "concurrency", "model"},
     "trainer": {"errors", "types", "metrics", "model"},
     "cluster": {"errors", "reading", "fields", "types", "concurrency", "model", "sampler", "trainer"},
+    "service": {"errors", "reading", "types", "concurrency", "model", "sampler", "trainer", "serving", "storage", "run"},
     "serving": {"errors", "reading", "types", "concurrency", "model", "envs", "sampler"},
     "chat_models": {"errors", "types", "concurrency", "model", "envs", "sampler"},
     "judging": {"errors", "types", "envs", "chat_models", "storage"},

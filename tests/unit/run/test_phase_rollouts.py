@@ -472,7 +472,7 @@ def test_what_goes_wrong_outside_of_episodes_ends_the_wait(chat):
 def test_a_hanging_group_names_its_step(chat):
     with Run(chat, phase(3)) as run:
         run.until(1)
-        run.recipe = dataclasses.replace(run.recipe, wait_s=0.3)  # not before: a busy machine may need longer for a step
+        run.recipe = dataclasses.replace(run.recipe, wait_s=0.3)  # only now: a step itself may take longer
 
         async def never(*_):
             await asyncio.Event().wait()

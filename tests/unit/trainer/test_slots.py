@@ -61,13 +61,19 @@ def example(slot, loss, size, seed, k=1):
     rng = np.random.default_rng(seed)
     shape = (size, k)
     tokens = rng.integers(0, 264, size).astype(np.int32)
-    given = {} if loss == "cross_entropy" else {
-        "advantages": rng.normal(size=shape).astype(np.float32),
-        "sampler_logp": (-5.5 + 0.4 * rng.normal(size=shape)).astype(np.float32),
-    }
+    given = (
+        {}
+        if loss == "cross_entropy"
+        else {
+            "advantages": rng.normal(size=shape).astype(np.float32),
+            "sampler_logp": (-5.5 + 0.4 * rng.normal(size=shape)).astype(np.float32),
+        }
+    )
     weights = rng.normal(size=shape) * (rng.random(shape) < 0.8)
     targets = rng.integers(0, 264, shape).astype(np.int32)
-    return Example(slot, loss, tokens, targets, weights.astype(np.float32), settings=LossSettings(0.9, 1.3, 0.1), **given)
+    return Example(
+        slot, loss, tokens, targets, weights.astype(np.float32), settings=LossSettings(0.9, 1.3, 0.1), **given
+    )
 
 
 def many():
@@ -102,7 +108,9 @@ def test_losses_and_slopes_are_those_of_the_formulas(loss):
 
     def ours(logp):
         numbers = (jnp.float32(x) for x in (settings.clip_low, settings.clip_high, settings.beta))
-        losses = token_losses(jnp.int32(LOSSES.index(loss)), logp, jnp.float32(advantages), jnp.float32(sampler), *numbers)
+        losses = token_losses(
+            jnp.int32(LOSSES.index(loss)), logp, jnp.float32(advantages), jnp.float32(sampler), *numbers
+        )
         return losses.sum(), losses
 
     slope, losses = jax.grad(ours, has_aux=True)(jnp.float32(logp))
@@ -267,9 +275,7 @@ def test_a_state_goes_through_a_slot_unchanged():
     state = policies(one)[2]
     slots = one.put(one.put(one.empty(), 0, policies(one)[0]), 2, state)
     for field in dataclasses.fields(PolicyState):
-        for a, b in zip(
-            *(jax.tree.leaves(getattr(s, field.name)) for s in (state, one.take(slots, 2))), strict=True
-        ):
+        for a, b in zip(*(jax.tree.leaves(getattr(s, field.name)) for s in (state, one.take(slots, 2))), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
