@@ -125,10 +125,10 @@ async def serve_forever(args: argparse.Namespace, keys: tuple[str, ...], listene
             refuse = lambda status, message: bytes(api.refusal(status, message).body)  # noqa: E731
             server = make_server(service.app, bounds, refuse, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
             stop = asyncio.Event()
-            signals.in_loop(stop.set)
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
+            signals.in_loop(stop.set)
             print(hello(service, serve.url(listener), keys), flush=True)
             await asyncio.wait((asyncio.ensure_future(stop.wait()), serving), return_when=asyncio.FIRST_COMPLETED)
             signals.in_loop(os._exit, EXIT_INTERRUPTED)

@@ -146,7 +146,8 @@ def save_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
     path.touch()
     mode = path.stat().st_mode & 0o777
-    save_file(tensors, str(path), metadata={"format": "pt"})  # a temporary file for the owner alone, renamed
+    in_order = {name: np.asarray(x, order="C") for name, x in tensors.items()}  # it writes others' memory as it lies
+    save_file(in_order, str(path), metadata={"format": "pt"})  # a temporary file for the owner alone, renamed
     path.chmod(mode)
 
 

@@ -160,7 +160,7 @@ class Service:
 
     async def _absent(self, request: Request) -> Response:
         path = request.scope["route"].path.removeprefix("/api/v1/")
-        return refusal(501, f"this server has {ABSENT[path]}")
+        return refusal(404, f"this server has {ABSENT[path]}")  # the package would ask again after a 501
 
     def _owner(self, request: Request) -> str:
         """Return the tenant of a request's key.

@@ -207,14 +207,14 @@ class TrainingWorker:
     def _compute_losses(self, backward: bool) -> None:
         """Compute the loss calls at the heads of all queues that are of this kind."""
         chosen: list[tuple[Policy, list[LossCall]]] = []
-        for policy in sorted(self._policies.values(), key=lambda p: p.used_s)[: self._trainer.slots.num]:
+        for policy in sorted(self._policies.values(), key=lambda p: p.used_s):
             calls: list[LossCall] = []
             for seq in range(policy.next_seq, policy.next_seq + CALLS_PER_ROUND):
                 _, call = policy.calls.get(seq, ("", None))
                 if not isinstance(call, LossCall) or call.backward != backward:
                     break
                 calls.append(call)
-            if calls:
+            if calls and len(chosen) < self._trainer.slots.num:  # the others' turn is the next round
                 chosen.append((policy, calls))
         if not chosen:
             return
