@@ -86,6 +86,7 @@ PARTS = """
 2404.03683 | Stream of Search | the numbers game | `Countdown` | |
 2404.06395 | MiniCPM | a rate that stays, then falls | `AdamW.schedule` | |
 2403.13787 | RewardBench | accuracy of judges by section | `Preferences` | |
+2405.19107 | DRO | a squared log-ratio in place of a clip, in the training service | `LossSettings.beta` | |
 2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
 2406.04594 | C4 | who hangs or is slow; simulated: planned paths | `DiagnosisRules`, `NetworkTimings` | |
 2406.12045 | tau-bench | its tasks | `TauBench` | |

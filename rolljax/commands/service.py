@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rolljax.concurrency.waits import Watchdog
     from rolljax.model.decoder import Dtype, Model
     from rolljax.model.lora import Base, Lora, LoraSlots, SlottedAdapters
-    from rolljax.service.server import Service
+    from rolljax.service.server import TrainingService
     from rolljax.service.training import TrainingWorker
 
 API_KEY = "ROLLJAX_API_KEY"
@@ -138,14 +138,16 @@ async def serve_forever(args: argparse.Namespace, keys: tuple[str, ...], listene
         watchdog.close()
 
 
-def hello(service: Service, url: str, keys: tuple[str, ...]) -> str:
+def hello(service: TrainingService, url: str, keys: tuple[str, ...]) -> str:
     """Return the line that says how to reach the service."""
     key = "one of its keys" if keys else "tml-any"
     return f"training service for {service.base.name} at {url}; clients: TINKER_BASE_URL={url} TINKER_API_KEY={key}"
 
 
 @contextlib.asynccontextmanager
-async def open_service(args: argparse.Namespace, keys: tuple[str, ...], watchdog: Watchdog) -> AsyncIterator[Service]:
+async def open_service(
+    args: argparse.Namespace, keys: tuple[str, ...], watchdog: Watchdog
+) -> AsyncIterator[TrainingService]:
     """Open the service that command-line arguments describe (`rolljax.service`).
 
     Raises:
@@ -163,8 +165,8 @@ async def open_service(args: argparse.Namespace, keys: tuple[str, ...], watchdog
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.service.sampling import AdapterPlaces, Samples
-    from rolljax.service.server import Service
-    from rolljax.service.store import Store
+    from rolljax.service.server import TrainingService
+    from rolljax.service.store import ServiceStore
     from rolljax.service.training import BaseModel, TrainingWorker
     from rolljax.service.wire import Limits
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec
@@ -183,7 +185,7 @@ async def open_service(args: argparse.Namespace, keys: tuple[str, ...], watchdog
     settings = serve.read_sizes(sizes, SamplerConfig(), cfg, of_run=False)
     limits = Limits(cfg.vocab_size, settings.max_context)
     trainer = SlotTrainer(mesh, model, base, slots, settings.max_context, micro_tok(mesh, model))
-    store = Store(Path(args.folder))
+    store = ServiceStore(Path(args.folder))
     sampler = Sampler(
         Engine(model, settings, mesh, SLOT_AXES),
         empty_adapters(model, mesh, base, slots),
@@ -203,7 +205,7 @@ async def open_service(args: argparse.Namespace, keys: tuple[str, ...], watchdog
         watchdog.watch(worker.inbox)
         return worker
 
-    service = Service(
+    service = TrainingService(
         store,
         described,
         limits,

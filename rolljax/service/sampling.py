@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from tinker import types
 
+from rolljax.errors import RolljaxError
 from rolljax.model.decoder import Params
 from rolljax.model.lora import LoraSlots, SlottedAdapters
 from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
-from rolljax.service.store import CheckpointInfo, SamplerRecord, Store
+from rolljax.service.store import CheckpointInfo, SamplerRecord, ServiceStore
 from rolljax.service.wire import Limits, RequestError, prompt_tokens, sample_result
 from rolljax.types import Completion, SamplingParams
 
@@ -33,7 +34,7 @@ STREAM = 1
 class AdapterPlaces:
     """Which weights are in which slot of the sampler. Of one event loop."""
 
-    def __init__(self, sampler: Sampler, slots: LoraSlots, store: Store) -> None:
+    def __init__(self, sampler: Sampler, slots: LoraSlots, store: ServiceStore) -> None:
         self._sampler, self._slots, self._store = sampler, slots, store
         self._place: collections.OrderedDict[tuple[str, float], int] = collections.OrderedDict()
         """Slots by address and time of the checkpoint, least recently used first."""
@@ -216,7 +217,7 @@ class Samples:
             try:
                 scored = await self._scored(request, prompt, slot)
                 completions: list[Completion] = [await one.completion for one in pending]
-            except BaseException:
+            except (asyncio.CancelledError, RolljaxError):
                 for one in pending:
                     one.abort()
                 raise

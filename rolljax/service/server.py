@@ -38,8 +38,8 @@ from rolljax.service.store import (
     CheckpointInfo,
     PolicyRecord,
     SamplerRecord,
+    ServiceStore,
     SessionRecord,
-    Store,
 )
 from rolljax.service.training import BaseModel, Kind, TrainingWorker, read_call, seed_of
 from rolljax.service.wire import Limits, RequestError, read_json, unpacked
@@ -75,10 +75,10 @@ ABSENT = {
     "sessions/{session_id}/trace_export": "no traces",
 }
 """Endpoints of the API that this server does not have, and why."""
-Endpoint = Callable[["Service", Request, str], Awaitable[Any]]
+Endpoint = Callable[["TrainingService", Request, str], Awaitable[Any]]
 
 
-class Service:
+class TrainingService:
     """The state of the server. `app` is the ASGI application; create it, and use it, in one event loop.
 
     Args:
@@ -89,7 +89,7 @@ class Service:
 
     def __init__(
         self,
-        store: Store,
+        store: ServiceStore,
         base: BaseModel,
         limits: Limits,
         samples: Samples,
@@ -373,7 +373,7 @@ class Service:
         return await self._accept(self._loaded(call.model_id, owner), call.seq_id, kind, call, body)
 
     async def _accept(self, record: PolicyRecord, seq: int | None, kind: Kind, call: Any, body: bytes) -> Any:
-        """Store a call and queue it, once; return its future."""
+        """ServiceStore a call and queue it, once; return its future."""
         if seq is None or seq < 0:
             raise RequestError("seq_id: is missing")
         accepted = self._accepted.setdefault(record.id, {})
@@ -621,37 +621,37 @@ _CALLS: Mapping[str, Kind] = {
 }
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
 ENDPOINTS: tuple[tuple[str, str, Any], ...] = (
-    ("GET", "healthz", Service.healthz),
-    ("POST", "client/config", Service.client_config),
-    ("POST", "client/dynamic_config", Service.dynamic_config),
-    ("POST", "telemetry", Service.telemetry),
-    ("GET", "get_server_capabilities", Service.capabilities),
-    ("POST", "create_session", Service.create_session),
-    ("POST", "session_heartbeat", Service.heartbeat),
-    ("GET", "sessions", Service.list_sessions),
-    ("POST", "sessions/{session_id}/finish", Service.finish_session),
-    ("GET", "sessions/{session_id}", Service.get_session),
-    ("POST", "create_model", Service.create_model),
-    ("POST", "load_weights", Service.load_weights),
-    *(("POST", name, Service.call) for name in _CALLS),
-    ("POST", "unload_model", Service.unload_model),
-    ("POST", "get_info", Service.get_info),
-    ("POST", "create_sampling_session", Service.create_sampling_session),
-    ("POST", "join_sampling_session", Service.join_sampling_session),
-    ("GET", "samplers/{sampler_id}", Service.get_sampler),
-    ("POST", "asample", Service.sample),
-    ("POST", "cancel_future", Service.cancel),
-    ("POST", "retrieve_future", Service.retrieve),
-    ("GET", "training_runs", Service.training_runs),
-    ("GET", "training_runs/{model_id}", Service.training_run),
-    ("GET", "training_runs/{model_id}/checkpoints", Service.checkpoints),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls", Service.external_urls),
-    ("POST", f"{_CHECKPOINT}/publish", Service.publish),
-    ("DELETE", f"{_CHECKPOINT}/publish", Service.publish),
-    ("PUT", f"{_CHECKPOINT}/ttl", Service.set_ttl),
-    ("DELETE", _CHECKPOINT, Service.delete_checkpoint),
-    ("GET", "checkpoints", Service.all_checkpoints),
-    ("POST", "weights_info", Service.weights_info),
+    ("GET", "healthz", TrainingService.healthz),
+    ("POST", "client/config", TrainingService.client_config),
+    ("POST", "client/dynamic_config", TrainingService.dynamic_config),
+    ("POST", "telemetry", TrainingService.telemetry),
+    ("GET", "get_server_capabilities", TrainingService.capabilities),
+    ("POST", "create_session", TrainingService.create_session),
+    ("POST", "session_heartbeat", TrainingService.heartbeat),
+    ("GET", "sessions", TrainingService.list_sessions),
+    ("POST", "sessions/{session_id}/finish", TrainingService.finish_session),
+    ("GET", "sessions/{session_id}", TrainingService.get_session),
+    ("POST", "create_model", TrainingService.create_model),
+    ("POST", "load_weights", TrainingService.load_weights),
+    *(("POST", name, TrainingService.call) for name in _CALLS),
+    ("POST", "unload_model", TrainingService.unload_model),
+    ("POST", "get_info", TrainingService.get_info),
+    ("POST", "create_sampling_session", TrainingService.create_sampling_session),
+    ("POST", "join_sampling_session", TrainingService.join_sampling_session),
+    ("GET", "samplers/{sampler_id}", TrainingService.get_sampler),
+    ("POST", "asample", TrainingService.sample),
+    ("POST", "cancel_future", TrainingService.cancel),
+    ("POST", "retrieve_future", TrainingService.retrieve),
+    ("GET", "training_runs", TrainingService.training_runs),
+    ("GET", "training_runs/{model_id}", TrainingService.training_run),
+    ("GET", "training_runs/{model_id}/checkpoints", TrainingService.checkpoints),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", TrainingService.external_urls),
+    ("POST", f"{_CHECKPOINT}/publish", TrainingService.publish),
+    ("DELETE", f"{_CHECKPOINT}/publish", TrainingService.publish),
+    ("PUT", f"{_CHECKPOINT}/ttl", TrainingService.set_ttl),
+    ("DELETE", _CHECKPOINT, TrainingService.delete_checkpoint),
+    ("GET", "checkpoints", TrainingService.all_checkpoints),
+    ("POST", "weights_info", TrainingService.weights_info),
 )
 """Method, path and handler of every endpoint."""
 

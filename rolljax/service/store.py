@@ -127,7 +127,7 @@ def split_path(path: str) -> tuple[str, Room, str]:
     return parts[0], parts[1], parts[2]  # type: ignore[return-value]
 
 
-class Store:
+class ServiceStore:
     """Reads and writes the folder. Of one process; every file has one writer at a time."""
 
     def __init__(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ from tinker import types
 from rolljax.concurrency.waits import Inbox
 from rolljax.errors import CheckpointError, RolljaxError
 from rolljax.model.lora import Lora, linear_maps, save_adapter
-from rolljax.service.store import EPHEMERAL, NAME, CheckpointInfo, PolicyRecord, Room, SamplerRecord, Store
+from rolljax.service.store import EPHEMERAL, NAME, CheckpointInfo, PolicyRecord, Room, SamplerRecord, ServiceStore
 from rolljax.service.wire import Limits, LossCall, RequestError, loss_result, read_adam, read_json, read_loss_call
 from rolljax.storage import durable
 from rolljax.trainer.slots import TREES, PolicyState, SlotTrainer
@@ -55,7 +55,7 @@ class BaseModel:
 
 
 @dataclasses.dataclass(eq=False)
-class Policy:
+class LoadedPolicy:
     """A policy, and the calls that it has still to compute. Only the training thread changes it."""
 
     record: PolicyRecord
@@ -92,7 +92,7 @@ class TrainingWorker:
         self,
         trainer: SlotTrainer,
         base: BaseModel,
-        store: Store,
+        store: ServiceStore,
         limits: Limits,
         state_steps: int,
         done: Callable[[str, int], None],
@@ -103,7 +103,7 @@ class TrainingWorker:
         """Why the thread has stopped, if it has."""
         self._trainer, self._state_steps, self._done = trainer, state_steps, done
         self._states = trainer.empty()
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[str, LoadedPolicy] = {}
         self._maps = linear_maps(trainer.model.plain.axes())
         self._thread = threading.Thread(target=self._run, name="rolljax-service-trainer", daemon=True)
         self._thread.start()
@@ -179,12 +179,12 @@ class TrainingWorker:
     def _enqueue(self, record: PolicyRecord, seq: int, kind: Kind, call: Any) -> None:
         policy = self._policies.get(record.id)
         if policy is None:
-            policy = self._policies[record.id] = Policy(record, self.lora(record))
+            policy = self._policies[record.id] = LoadedPolicy(record, self.lora(record))
         if seq >= policy.next_seq:
             policy.calls[seq] = (kind, call)
 
     def _resume(self, record: PolicyRecord) -> None:
-        policy = self._policies[record.id] = Policy(record, self.lora(record))
+        policy = self._policies[record.id] = LoadedPolicy(record, self.lora(record))
         policy.next_seq = self.store.state_seq(record.id) + 1
         if policy.next_seq:
             policy.state = self._padded(self.store.read_state(record.id))
@@ -206,7 +206,7 @@ class TrainingWorker:
 
     def _compute_losses(self, backward: bool) -> None:
         """Compute the loss calls at the heads of all queues that are of this kind."""
-        chosen: list[tuple[Policy, list[LossCall]]] = []
+        chosen: list[tuple[LoadedPolicy, list[LossCall]]] = []
         for policy in sorted(self._policies.values(), key=lambda p: p.used_s):
             calls: list[LossCall] = []
             for seq in range(policy.next_seq, policy.next_seq + CALLS_PER_ROUND):
@@ -226,7 +226,7 @@ class TrainingWorker:
         for policy, call in every:
             self._end_call(policy, loss_result(call, [next(rest) for _ in call.examples]))
 
-    def _made(self, policy: Policy, kind: Kind, call: Any) -> dict[str, Any]:
+    def _made(self, policy: LoadedPolicy, kind: Kind, call: Any) -> dict[str, Any]:
         """Make a call that is no loss; return its result."""
         if kind == "create":
             policy.state = jax.device_get(self._trainer.new_policy(policy.lora, policy.record.seed))
@@ -243,7 +243,7 @@ class TrainingWorker:
             return {"metrics": found}
         return self._save(policy, kind, call)
 
-    def _end_call(self, policy: Policy, result: bytes | dict[str, Any] | RolljaxError) -> None:
+    def _end_call(self, policy: LoadedPolicy, result: bytes | dict[str, Any] | RolljaxError) -> None:
         """Write the result of a policy's next call, and go on to the one after it."""
         model_id, seq = policy.record.id, policy.next_seq
         if isinstance(result, bytes):
@@ -261,7 +261,7 @@ class TrainingWorker:
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
-    def _give_slots(self, wanted: Iterable[Policy]) -> None:
+    def _give_slots(self, wanted: Iterable[LoadedPolicy]) -> None:
         """Bring policies into slots of the trainer, in place of those that have not been used for longest."""
         wanted = list(wanted)
         held = {policy.slot: policy for policy in self._policies.values() if policy.slot is not None}
@@ -278,7 +278,7 @@ class TrainingWorker:
             policy.slot = free.pop(0)
             self._states, policy.state = self._trainer.put(self._states, policy.slot, policy.state), None
 
-    def _state(self, policy: Policy) -> PolicyState:
+    def _state(self, policy: LoadedPolicy) -> PolicyState:
         """Return the state of a policy on the host."""
         if policy.slot is None:
             assert policy.state is not None
@@ -286,14 +286,14 @@ class TrainingWorker:
         on_host: PolicyState = jax.device_get(self._trainer.take(self._states, policy.slot))
         return on_host
 
-    def _change(self, policy: Policy, state: PolicyState) -> None:
+    def _change(self, policy: LoadedPolicy, state: PolicyState) -> None:
         """Use another state for a policy."""
         if policy.slot is None:
             policy.state = state
         else:
             self._states = self._trainer.put(self._states, policy.slot, state)
 
-    def _cut(self, policy: Policy, **left_out: Any) -> PolicyState:
+    def _cut(self, policy: LoadedPolicy, **left_out: Any) -> PolicyState:
         """Return the state of a policy in its own rank. left_out: trees that are replaced."""
         state, cut = self._state(policy), self._trainer.slots.cut
         trees = {name: cut(getattr(state, name), policy.lora.rank) for name in TREES}
@@ -309,13 +309,13 @@ class TrainingWorker:
             trees[name] = jax.device_get(pad(tree)) if tree else nothing
         return dataclasses.replace(state, **trees)
 
-    def _write_state(self, policy: Policy) -> None:
+    def _write_state(self, policy: LoadedPolicy) -> None:
         self.store.write_state(policy.record.id, policy.next_seq - 1, self._cut(policy))
         policy.steps_unsaved = 0
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _load(self, policy: Policy, call: types.LoadWeightsRequest) -> dict[str, Any]:
+    def _load(self, policy: LoadedPolicy, call: types.LoadWeightsRequest) -> dict[str, Any]:
         info = self.store.find(call.path)
         if info is None or info.room != "weights":
             raise RequestError(f"path: there is no training checkpoint {call.path}")
@@ -330,7 +330,7 @@ class TrainingWorker:
         self._change(policy, state)
         return {"type": "load_weights", "path": call.path, "model_id": policy.record.id}
 
-    def _save(self, policy: Policy, kind: Kind, call: Any) -> dict[str, Any]:
+    def _save(self, policy: LoadedPolicy, kind: Kind, call: Any) -> dict[str, Any]:
         room: Room = {
             "save_weights": "weights",
             "save_weights_for_sampler": "sampler_weights",
@@ -364,12 +364,12 @@ class TrainingWorker:
         self.store.write(SamplerRecord(name, policy.record.session, policy.record.owner, info.path))
         return {"type": kind, "sampling_session_id": name}
 
-    def _drop_ephemeral(self, policy: Policy) -> None:
+    def _drop_ephemeral(self, policy: LoadedPolicy) -> None:
         kept = [c for c in self.store.checkpoints(policy.record.id) if c.name.startswith(EPHEMERAL)]
         for info in kept[:-KEPT_EPHEMERAL]:
             self.store.delete(info)
 
-    def _export(self, policy: Policy, info: CheckpointInfo) -> None:
+    def _export(self, policy: LoadedPolicy, info: CheckpointInfo) -> None:
         """Write the adapter as the folder that PEFT reads."""
         cfg, base = self._trainer.model.cfg, self.base
         adapters = {"layers": dict(self._cut(policy).adapters["layers"])}

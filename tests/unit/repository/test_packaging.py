@@ -13,7 +13,21 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-VERBS = ("train", "chat", "data", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate", "view")
+VERBS = (
+    "train",
+    "chat",
+    "data",
+    "eval",
+    "export",
+    "plan",
+    "play",
+    "serve",
+    "service",
+    "show",
+    "simulate",
+    "validate",
+    "view",
+)
 HEAVY = {
     "jax",
     "flax",
@@ -36,6 +50,7 @@ MODULE_OF = {
 }  # fmt: skip
 OPTIONAL = {
     "ray": "ray", "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "datasketch": "data", "rapidfuzz": "data", "textarena": "envs",
+    "tinker": "service", "zstandard": "service", "google": "service",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
@@ -96,7 +111,10 @@ def test_every_library_is_declared_and_every_declared_library_used():
 def test_extras_are_for_what_not_everybody_needs():
     extras = PROJECT["optional-dependencies"]
     trackers = {"tensorboard", "wandb", "mlflow", "aim", "trackio"}
-    assert extras.keys() == {"tpu", "cuda", "data", "docs", "envs", "jetstream", "ray", "tools", "test"} | trackers
+    assert (
+        extras.keys()
+        == {"tpu", "cuda", "data", "docs", "envs", "jetstream", "ray", "service", "tools", "test"} | trackers
+    )
     assert {OPTIONAL[m] for m in OPTIONAL} == extras.keys() - {"tpu", "cuda", "docs", "jetstream", "test"}
     base = names_of(PROJECT["dependencies"])
     assert all(not names_of(r) & base - {"jax"} for r in extras.values())
