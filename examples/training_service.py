@@ -5,7 +5,7 @@
 
 Nothing here is rolljax's: the same script runs against any server of this API. The task is the last digit of a sum, as
 bytes: `3+8=1`. A model with random weights learns it well enough to be rewarded now and then (supervised), and then
-from its rewards alone. At the end a second adapter learns to prefer wrong answers, beside the first.
+from its rewards alone. At the same time a second adapter learns to prefer wrong answers.
 """
 
 import argparse
@@ -129,7 +129,7 @@ async def run(args):
         preferred(other, np.random.default_rng(1), args.preference_steps, 1e-3),
     )
     print(f"by reward: {np.mean(rewards[:3]):.2f} -> {np.mean(rewards[-3:]):.2f} right")
-    print(f"by preference, beside it: {wins[0]:.2f} -> {wins[-1]:.2f} of the wrong answers likelier")
+    print(f"by preference, at the same time: {wins[0]:.2f} -> {wins[-1]:.2f} of the wrong answers likelier")
     return loss, rewards, wins
 
 

@@ -1,7 +1,7 @@
 """Serve Tinker's training API: `python -m rolljax.service --model HF_DIR --folder FOLDER --port P`.
 
 Clients set `TINKER_BASE_URL` and use the public `tinker` package as it is. The folder holds everything: start the same
-command again after a crash, and clients go on. docs/service.md lists what is offered.
+command again after a crash, and clients continue. docs/service.md lists what is offered.
 """
 
 from __future__ import annotations

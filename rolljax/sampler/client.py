@@ -385,7 +385,7 @@ class Sampler(SamplerClient):
         return found
 
     async def set_adapter(self, slot: int, params: Callable[[Params], Params]) -> None:
-        """Put an adapter into a slot, between two dispatches; requests of other slots go on.
+        """Put an adapter into a slot, between two dispatches; requests of other slots continue.
 
         Args:
           params: returns the weights in use with that adapter (`model.lora.SlottedAdapters`); it may donate those it

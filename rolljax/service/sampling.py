@@ -133,8 +133,10 @@ class Samples:
         return self._tasks.get(name)
 
     def cancel(self, name: str) -> None:
-        """End a request that nobody waits for."""
-        if task := self._tasks.pop(name, None):
+        """End a request whose client has given up; a result that is there stays."""
+        task = self._tasks.get(name)
+        if task is not None and not task.done():
+            del self._tasks[name]
             task.cancel()
 
     async def close(self) -> None:

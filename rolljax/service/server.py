@@ -480,6 +480,7 @@ class TrainingService:
         number, until = int(seq), time.monotonic() + POLL_S
         while True:
             event = self._waiting.setdefault((record.id, number), asyncio.Event())
+            event.clear()  # before the look: a result that comes after it sets the event again
             if found := await asyncio.to_thread(self.store.result, record.id, number):
                 self._waiting.pop((record.id, number), None)
                 kind, data = found
@@ -489,7 +490,6 @@ class TrainingService:
             if number not in self._accepted.get(record.id, {}):
                 self._waiting.pop((record.id, number), None)
                 raise RequestError(f"request_id: {record.id}:{seq} is not known (any more)", 404)
-            event.clear()
             try:
                 async with asyncio.timeout_at(self._loop.time() + max(until - time.monotonic(), 0)):
                     await event.wait()

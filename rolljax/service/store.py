@@ -98,6 +98,8 @@ class CheckpointInfo:
     train_attn: bool
     train_mlp: bool
     num_steps: int
+    seq: int
+    """Number of the call that made it."""
     created_s: float
     size_bytes: int = 0
     expires_s: float | None = None
@@ -253,7 +255,7 @@ class ServiceStore:
         return None if info.is_expired else info
 
     def checkpoints(self, model_id: str = "*") -> list[CheckpointInfo]:
-        """Return the checkpoints of a policy, or of all, oldest first; those that have expired are removed."""
+        """Return the checkpoints of a policy, or of all, oldest first; expired ones are removed."""
         found = []
         for room in KINDS:
             for path in self.folder.glob(f"models/{model_id}/{room}/*/{INFO}"):

@@ -244,7 +244,7 @@ class TrainingWorker:
         return self._save(policy, kind, call)
 
     def _end_call(self, policy: LoadedPolicy, result: bytes | dict[str, Any] | RolljaxError) -> None:
-        """Write the result of a policy's next call, and go on to the one after it."""
+        """Write the result of a policy's next call, and continue with the one after it."""
         model_id, seq = policy.record.id, policy.next_seq
         if isinstance(result, bytes):
             self.store.write_result(model_id, seq, "pb", result)
@@ -262,7 +262,7 @@ class TrainingWorker:
     # ---- slots ------------------------------------------------------------------------------------------------------
 
     def _give_slots(self, wanted: Iterable[LoadedPolicy]) -> None:
-        """Bring policies into slots of the trainer, in place of those that have not been used for longest."""
+        """Bring policies into slots of the trainer, in place of the policies that have not been used for longest."""
         wanted = list(wanted)
         held = {policy.slot: policy for policy in self._policies.values() if policy.slot is not None}
         free = [slot for slot in range(self._trainer.slots.num) if slot not in held]
@@ -328,6 +328,7 @@ class TrainingWorker:
             zero = jax.tree.map(np.zeros_like, state.mu)
             state = dataclasses.replace(state, mu=zero, nu=zero, num_steps=np.int32(0))
         self._change(policy, state)
+        policy.steps_unsaved = self._state_steps  # the checkpoint may be another one when calls are computed again
         return {"type": "load_weights", "path": call.path, "model_id": policy.record.id}
 
     def _save(self, policy: LoadedPolicy, kind: Kind, call: Any) -> dict[str, Any]:
@@ -345,12 +346,13 @@ class TrainingWorker:
             policy.record.train_attn,
             policy.record.train_mlp,
             int(policy.state.num_steps if policy.state else self._states.num_steps[policy.slot]),
+            seq,
             time.time(),
             expires_s=time.time() + call.ttl_seconds if call.ttl_seconds else None,
             user_metadata=getattr(call, "user_metadata", None),
         )
-        again = self.store.result(policy.record.id, seq) is not None  # computed once more after a restart
-        if not again and not getattr(call, "overwrite", False) and self.store.find(info.path):
+        there = self.store.find(info.path)
+        if there and there.seq != seq and not getattr(call, "overwrite", False):  # its own: computed after a restart
             raise RequestError(f"path: {info.path} is there already; choose another name, or overwrite")
         if room == "external_weights":
             self._export(policy, info)

@@ -3,7 +3,7 @@
     calls of any policies -> rows -> forward_backward -> gradients, added up in each policy's slot
                                      optimizer_step of one slot -> its next adapter
 
-Unlike `PhaseTrainer`, which owns the steps of a phase, this trainer is told what to do by others: which tokens have
+Unlike `PhaseTrainer`, which owns the steps of a phase, clients tell this trainer what to do: which tokens have
 which loss, when the gradients are used, and with which learning rate. The policies share each batch: a row uses the
 adapter and the loss of its own policy (`model.lora.SlottedAdapters`). A loss is a sum over tokens; whoever wants a mean
 divides the weights or advantages.

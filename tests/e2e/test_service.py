@@ -484,14 +484,26 @@ def check_kills(service, undisturbed, moments):
     prompt, params = types.ModelInput.from_ints(TEXT[:5]), types.SamplingParams(max_tokens=8, seed=1)
     before = sampler.sample(prompt, 1, params).result().sequences[0].tokens
 
+    def score(of):
+        return logprobs(of.forward([datum(TEXT)], "cross_entropy").result())[0]
+
     def kill(step):
+        if step == 3:
+            marked.append((policy.save_state("mark").result().path, score(policy)))
+        if step == 4:
+            with pytest.raises(tinker.RequestFailedError, match="mark is there already"):
+                policy.save_state("mark").result()
         if step in moments:
             service.kill()
             service.start()
 
+    marked = []
     losses, logps = undisturbed
     np.testing.assert_allclose(run_steps(policy, 0, STEPS, kill), losses, rtol=1e-5)
-    np.testing.assert_allclose(logprobs(policy.forward([datum(TEXT)], "cross_entropy").result())[0], logps, atol=1e-5)
+    np.testing.assert_allclose(score(policy), logps, atol=1e-5)
+    [(path, then)] = marked
+    copy = service.client().create_training_client_from_state(path).result()
+    np.testing.assert_allclose(score(copy), then, atol=1e-5)
     assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == before
 
 
@@ -507,7 +519,7 @@ def test_a_killed_service_goes_on_where_it_was(folder, undisturbed, tmp_path, mo
 @pytest.mark.sweep
 @pytest.mark.parametrize("moment", range(20))
 def test_a_service_killed_at_any_time_loses_no_step(folder, undisturbed, tmp_path, moment):
-    """Killed by the clock, so that it happens while it computes, writes, or waits."""
+    """Killed at intervals, so that it happens while it computes, writes, or waits."""
     service = TrainingService(folder, tmp_path / "kept", "--max_context", "192", "--state_steps", "2", "--rank", "8")
     done = threading.Event()
 
