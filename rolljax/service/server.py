@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from tinker import types
 
+from rolljax import reading
 from rolljax.errors import RolljaxError, SamplerError
 from rolljax.service.sampling import Samples
 from rolljax.service.store import (
@@ -191,6 +192,16 @@ class TrainingService:
 
     async def _json(self, request: Request, kind: Any) -> Any:
         return read_json(await self._body(request), kind)
+
+    async def _field(self, request: Request, name: str) -> Any:
+        """Return one field of a JSON body."""
+        try:
+            fields = reading.parse(await self._body(request))
+        except ValueError as e:
+            raise RequestError(f"the body is not JSON: {e}") from None
+        if not isinstance(fields, dict) or name not in fields:
+            raise RequestError(f"{name}: is missing")
+        return fields[name]
 
     # ---- what belongs to whom ---------------------------------------------------------------------------------------
 
@@ -562,22 +573,15 @@ class TrainingService:
 
     async def set_ttl(self, request: Request, owner: str) -> Any:
         info = self._named(request, owner)
-        body = await self._body(request)
-        try:
-            seconds = json.loads(body)["ttl_seconds"]
-            info.expires_s = None if seconds is None else time.time() + float(seconds)
-        except (ValueError, TypeError, KeyError):
-            raise RequestError("ttl_seconds: must be a number, or null") from None
+        seconds = await self._field(request, "ttl_seconds")
+        if seconds is not None and not (isinstance(seconds, int) and 0 < seconds < 2**40):
+            raise RequestError("ttl_seconds: must be a number of seconds, or null")
+        info.expires_s = None if seconds is None else time.time() + seconds
         await asyncio.to_thread(self.store.change, info)
         return Response(status_code=204)
 
     async def weights_info(self, request: Request, owner: str) -> Any:
-        body = await self._body(request)
-        try:
-            path = str(json.loads(body)["tinker_path"])
-        except (ValueError, TypeError, KeyError):
-            raise RequestError("tinker_path: is missing") from None
-        info = self._checkpoint(path, owner)
+        info = self._checkpoint(str(await self._field(request, "tinker_path")), owner)
         return {
             "base_model": self.base.name,
             "is_lora": True,
