@@ -524,11 +524,11 @@ def test_a_service_killed_at_any_time_loses_no_step(folder, undisturbed, tmp_pat
     done = threading.Event()
 
     def kill():
-        while not done.wait(0.4 + 0.173 * moment % 1.1):
+        for _ in range(1 + moment % 3):
+            if done.wait(0.3 + 0.37 * moment):
+                return
             service.kill()
             service.start()
-            if moment % 2:
-                return
 
     policy = service.policy(seed=5)
     killing = threading.Thread(target=kill)
