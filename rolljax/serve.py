@@ -86,11 +86,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         check_arguments(args)
-        keys = read_keys(args.api_key)
         with listen(args.host, args.port) as listener:
-            if not keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-                keys = (secrets.token_urlsafe(24),)
-                print(f"key, as this address is open to others: {keys[0]}", flush=True)
+            keys = open_keys(args.api_key, listener)
             allow_open_files(4 * args.max_concurrency)
             engine, params, version, served = load(
                 run=args.run,
@@ -165,6 +162,15 @@ def read_keys(given: str | None) -> tuple[str, ...]:
     keys = tuple(key.strip() for key in text.split(",") if key.strip())
     if given is not None and not keys:
         raise ConfigError("holds no key", setting="--api_key", value=given, remedy="leave it out, or give a key")
+    return keys
+
+
+def open_keys(given: str | None, listener: socket.socket, prefix: str = "") -> tuple[str, ...]:
+    """Return the keys (`read_keys`); where there are none and others can reach the address, a new one, printed."""
+    keys = read_keys(given)
+    if not keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        keys = (prefix + secrets.token_urlsafe(24),)
+        print(f"key, as this address is open to others: {keys[0]}", flush=True)
     return keys
 
 

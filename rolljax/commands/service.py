@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
+import dataclasses
 import json
 import os
-import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -28,13 +27,11 @@ if TYPE_CHECKING:
 
     from rolljax.concurrency.waits import Watchdog
     from rolljax.model.decoder import Dtype, Model
-    from rolljax.model.lora import Base, Lora, LoraSlots, SlottedAdapters
+    from rolljax.model.lora import Base, LoraSlots, SlottedAdapters
     from rolljax.service.server import TrainingService
     from rolljax.service.training import TrainingWorker
 
-API_KEY = "ROLLJAX_API_KEY"
 KEEP_ALIVE_S = 75
-CLOSING_S = 5
 CONNECTIONS = 4096
 
 
@@ -47,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument(
-        "--api_key", help=f"keys of tenants, with commas; each begins with tml- (default: ${API_KEY}; none: open)"
+        "--api_key", help=f"keys of tenants, with commas; each begins with tml- (default: ${serve.API_KEY}; none: open)"
     )
     parser.add_argument("--session_s", type=float, default=900.0, help="a silent client's time (default: %(default)s)")
     parser.add_argument("--max_models", type=int, default=64, help="loaded models of one key (default: %(default)s)")
@@ -71,12 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         check_arguments(args)
-        keys = serve.read_keys(args.api_key)
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(serve.listen(args.host, args.port))
-            if not keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-                keys = (f"tml-{secrets.token_urlsafe(24)}",)
-                print(f"key, as this address is open to others: {keys[0]}", flush=True)
+            keys = serve.open_keys(args.api_key, listener, "tml-")
             from rolljax.storage.layout import SERVICE
             from rolljax.storage.lock import locked
 
@@ -123,7 +117,7 @@ async def serve_forever(args: argparse.Namespace, keys: tuple[str, ...], listene
         async with open_service(args, keys, watchdog) as service:
             bounds = Bounds(CONNECTIONS, api.BODY_S, api.BODY_BYTES)
             refuse = lambda status, message: bytes(api.refusal(status, message).body)  # noqa: E731
-            server = make_server(service.app, bounds, refuse, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
+            server = make_server(service.app, bounds, refuse, keep_alive_s=KEEP_ALIVE_S, closing_s=serve.CLOSING_S)
             stop = asyncio.Event()
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
@@ -157,9 +151,8 @@ async def open_service(
 
     from rolljax.model import hf
     from rolljax.model.decoder import Model
-    from rolljax.model.lora import Lora, LoraSlots
+    from rolljax.model.lora import LoraSlots
     from rolljax.model.tokenizer import Chat, load_tokenizer
-    from rolljax.model.vocabulary import Vocabulary
     from rolljax.run.preflight import micro_tok
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine
@@ -169,7 +162,8 @@ async def open_service(
     from rolljax.service.store import ServiceStore
     from rolljax.service.training import BaseModel, TrainingWorker
     from rolljax.service.wire import Limits
-    from rolljax.trainer.mesh import SLOT_AXES, MeshSpec
+    from rolljax.serving.schema import ServedModel
+    from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.slots import SlotTrainer
 
     folder = str(args.model)
@@ -179,26 +173,30 @@ async def open_service(
     print(f"loading {name}", file=sys.stderr, flush=True)
     slots = LoraSlots(num=args.adapters, rank=args.rank)
     dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, mesh = Model(cfg, dtype, lora=slots.lora), MeshSpec(tensor=args.tensor).build()
-    base = load_base(folder, model, mesh, Lora(int8_base=args.int8_base))
+    lora = dataclasses.replace(slots.lora, int8_base=args.int8_base)
+    model, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=args.tensor).build()
+    plain = model.plain
+    where = param_shardings(mesh, plain.axes(), plain.abstract())
+    base = model.base(hf.load(folder, plain, where, computed=True))
     sizes = {"slots": args.slots, "max_context": args.max_context}
     settings = serve.read_sizes(sizes, SamplerConfig(), cfg, of_run=False)
     limits = Limits(cfg.vocab_size, settings.max_context)
     trainer = SlotTrainer(mesh, model, base, slots, settings.max_context, micro_tok(mesh, model))
+    chat = Chat.of(tokenizer) if tokenizer.chat_template else None
+    served = ServedModel(name, tokenizer, chat, cfg.vocab_size, settings.max_context)
     store = ServiceStore(Path(args.folder))
     sampler = Sampler(
         Engine(model, settings, mesh, SLOT_AXES),
         empty_adapters(model, mesh, base, slots),
         0,
-        vocabulary=Vocabulary(tokenizer),
+        vocabulary=served.vocabulary,
         longest_prompt=0,
     )
     watchdog.watch(sampler.inbox)
     described = BaseModel(
         name, folder, tokenizer, hf.decoder_module(folder), type(cfg).architecture, name if args.name else folder
     )
-    stop_ids = Chat.of(tokenizer).stop_ids if tokenizer.chat_template else eos_ids(tokenizer)
-    samples = Samples(sampler, AdapterPlaces(sampler, slots, store), limits, stop_ids, args.max_samples)
+    samples = Samples(sampler, AdapterPlaces(sampler, slots, store), limits, served.stop_ids, args.max_samples)
 
     def make_worker(done: Callable[[str, int], None]) -> TrainingWorker:
         worker = TrainingWorker(trainer, described, store, limits, args.state_steps, done)
@@ -247,21 +245,6 @@ def check_base(folder: Path, model: str, name: str) -> None:
         )
 
 
-def load_base(folder: str, model: Model, mesh: Mesh, lora: Lora) -> Base:
-    """Read the frozen weights of a folder."""
-    import jax
-
-    from rolljax.model import hf
-    from rolljax.model.lora import Base
-    from rolljax.trainer.mesh import param_shardings
-
-    plain = model.plain
-    params = hf.load(folder, plain, param_shardings(mesh, plain.axes(), plain.abstract()), computed=True)
-    if not lora.int8_base:
-        return Base(params, {})
-    return jax.jit(lambda p: lora.base(plain.axes(), p))(params)
-
-
 def empty_adapters(model: Model, mesh: Mesh, base: Base, slots: LoraSlots) -> SlottedAdapters:
     """Return the sampler's weights without an adapter in any slot."""
     import jax
@@ -274,9 +257,3 @@ def empty_adapters(model: Model, mesh: Mesh, base: Base, slots: LoraSlots) -> Sl
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract())  # noqa: E731
     scales = jax.device_put(jnp.zeros(slots.num), replicated(mesh))
     return SlottedAdapters(base, jax.jit(zeros, out_shardings=shardings)(), scales)
-
-
-def eos_ids(tokenizer: object) -> tuple[int, ...]:
-    """Return the id that ends a text, if the tokenizer has one."""
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return () if eos is None else (eos,)

@@ -56,12 +56,12 @@ class Adapted:
 
     def parts(self) -> tuple[Params, dict[str, jax.Array]]:
         """Return the decoder's tree, and the further arrays of its layers (`Layers.extend`)."""
-        beside = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
-        beside |= self.adapters["layers"] if self.adapters else {}
+        others = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
+        others |= self.adapters["layers"] if self.adapters else {}
         if self.columns is not None:
-            depth, (rows, rank) = len(next(iter(beside.values()))), self.columns.shape
-            beside["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, rows, 1, rank))
-        return self.base.params, beside
+            depth, (rows, rank) = len(next(iter(others.values()))), self.columns.shape
+            others["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, rows, 1, rank))
+        return self.base.params, others
 
 
 @jax.tree_util.register_dataclass

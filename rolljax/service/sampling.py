@@ -107,7 +107,7 @@ class Samples:
         self._sampler, self._places, self._limits, self._stop_ids = sampler, places, limits, stop_ids
         self._max_open = max_open
         self._tasks: collections.OrderedDict[str, asyncio.Task[bytes]] = collections.OrderedDict()
-        self._num_bytes = 0
+        self._num_open = self._num_bytes = 0
 
     def submit(self, record: SamplerRecord, request: types.SampleRequest) -> str:
         """Start a request; return its id.
@@ -120,12 +120,13 @@ class Samples:
         name = f"{record.id}:{request.seq_id}"
         if name in self._tasks:
             return name
-        if sum(not task.done() for task in self._tasks.values()) >= self._max_open:
+        if self._num_open >= self._max_open:
             raise RequestError(f"{self._max_open} requests for samples are open: try again when some have ended", 429)
         prompt, params = self._read(request)
         task = asyncio.ensure_future(self._sample(record, request, name, prompt, params))
-        task.add_done_callback(lambda done: self._keep(done))
+        task.add_done_callback(self._keep)
         self._tasks[name] = task
+        self._num_open += 1
         return name
 
     def find(self, name: str) -> asyncio.Task[bytes] | None:
@@ -147,7 +148,8 @@ class Samples:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _keep(self, done: asyncio.Task[bytes]) -> None:
-        """Forget the oldest results while there are too many."""
+        """Count a request that has ended, and forget the oldest results while there are too many."""
+        self._num_open -= 1
         if not done.cancelled() and done.exception() is None:
             self._num_bytes += len(done.result())
         while len(self._tasks) > KEPT_RESULTS or self._num_bytes > KEPT_BYTES:

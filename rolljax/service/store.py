@@ -170,13 +170,13 @@ class ServiceStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.write(path, body)
 
-    def requests(self, model_id: str) -> Iterator[tuple[int, str, bytes]]:
-        """Yield the calls behind the newest state: their number, kind and body."""
+    def requests(self, model_id: str) -> Iterator[tuple[int, str, Path]]:
+        """Yield the calls behind the newest state in their order: number, kind, and the file with the body."""
         first = self.state_seq(model_id)
         for path in sorted((self._model(model_id) / "requests").glob("[0-9]*.*")):
             seq, _, kind = path.name.partition(".")
             if int(seq) > first:
-                yield int(seq), kind, reading.read_bytes(path)
+                yield int(seq), kind, path
 
     def write_result(self, model_id: str, seq: int, kind: Literal["json", "pb"], data: bytes) -> None:
         """Write the result of a call."""
@@ -217,21 +217,16 @@ class ServiceStore:
         """Return the newest state of a policy."""
         return _read_tensors(self._model(model_id) / "state" / TENSORS)
 
-    def write_checkpoint(self, info: CheckpointInfo, state: PolicyState) -> CheckpointInfo:
+    def write_checkpoint(self, info: CheckpointInfo, state: PolicyState) -> None:
         """Write a checkpoint, in place of one of that name."""
         with durable.folder(self.checkpoint(info)) as new:
             save_file(new / TENSORS, _tensors(state))
-            return self._describe(new, info)
+            self.describe(new, info)
 
     def describe(self, folder: Path, info: CheckpointInfo) -> None:
-        """Add the description to a folder that is to be a checkpoint."""
-        self._describe(folder, info)
-
-    def _describe(self, folder: Path, info: CheckpointInfo) -> CheckpointInfo:
+        """Add the description, with the size of its files, to a folder that is to be a checkpoint."""
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        info = dataclasses.replace(info, size_bytes=size)
-        (folder / INFO).write_text(json.dumps(dataclasses.asdict(info)))
-        return info
+        (folder / INFO).write_text(json.dumps(dataclasses.asdict(dataclasses.replace(info, size_bytes=size))))
 
     def change(self, info: CheckpointInfo) -> None:
         """Write another description of a checkpoint."""

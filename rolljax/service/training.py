@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from tinker import types
 
+from rolljax import reading
 from rolljax.concurrency.waits import Inbox
 from rolljax.errors import CheckpointError, RolljaxError
 from rolljax.model.lora import Lora, linear_maps, save_adapter
@@ -188,8 +189,8 @@ class TrainingWorker:
         policy.next_seq = self.store.state_seq(record.id) + 1
         if policy.next_seq:
             policy.state = self._padded(self.store.read_state(record.id))
-        for seq, kind, body in self.store.requests(record.id):
-            policy.calls[seq] = (kind, read_call(kind, body, self.limits))  # type: ignore[arg-type,assignment]
+        for seq, kind, path in self.store.requests(record.id):
+            policy.calls[seq] = (kind, read_call(kind, reading.read_bytes(path), self.limits))  # type: ignore[arg-type,assignment]
 
     def _round(self) -> None:
         for policy in self._policies.values():
