@@ -138,8 +138,15 @@ def _sample(model: Model, params: Params, key: jax.Array) -> tuple[jax.Array, ja
     return tokens.T, logp.T
 
 
-def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int, rhythm: Any) -> Episodes:
-    """Return the answers `[N, T]` of one run as episodes; `right []`: the plan they should have."""
+def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int, rhythm: Any, **read: Any) -> Episodes:
+    """Return the answers `[N, T]` of one run as episodes.
+
+    Args:
+      right: `[]`, the plan they should have. rhythm: attention statistics (None: none are needed).
+      read: further fields of `Episodes`.
+    """
+    if rhythm is not None:
+        read |= {"waad": rhythm.waad_MBT[0][:, 1:], "fai": rhythm.fai_MBT[0][:, 1:]}
     rewards = (tokens[:, PLAN::2] == symbols(right)).all(1).astype(np.float64)
     return toys.one_turn_episodes(
         rewards,
@@ -149,8 +156,7 @@ def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int,
         limit_tok=LENGTH,
         states=ASKED,
         step=step,
-        waad=rhythm.waad_MBT[0][:, 1:],
-        fai=rhythm.fai_MBT[0][:, 1:],
+        **read,
     )
 
 
@@ -183,6 +189,8 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
         scale=behind(scale),  # type: ignore[arg-type]
         advantages=behind(credit.advantages),  # type: ignore[arg-type]
         sampler_logp=behind(e.sampler_logp),  # type: ignore[arg-type]
+        trainer_logp=None if e.trainer_logp is None else behind(e.trainer_logp),  # type: ignore[arg-type]
+        weights=None if credit.weights is None else behind(credit.weights),  # type: ignore[arg-type]
         num_micro=np.int32(1),  # type: ignore[arg-type]
         num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
         num_computed=np.float32(e.mask.sum()),  # type: ignore[arg-type]

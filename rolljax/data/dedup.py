@@ -11,6 +11,7 @@ from typing import Annotated
 import numpy as np
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
+from rolljax.data.files import FileSource
 from rolljax.data.texts import Unit, jaccard, normalised, shingles
 from rolljax.errors import ConfigError, Range, check_fields, needed
 
@@ -26,18 +27,24 @@ class Exact(Stage):
     """The column; empty: `Pipeline.key`."""
     normalise: bool = True
     """Whether to ignore case, punctuation and white space."""
+    against: tuple[str, ...] = ()
+    """Files of earlier stages of training, with the same column, whose records are left out too."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
+        earlier = {self._digest(record) for path in self.against for record in FileSource(path, "Exact.against")}
         seen: set[bytes] = set()
         for record in source:
-            text = text_of(record, self.key)
-            plain = normalised(text) if self.normalise else text
-            known = hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=16).digest()
-            if known in seen:
-                place.drop(record, "duplicate")
+            known = self._digest(record)
+            if known in seen or known in earlier:
+                place.drop(record, "duplicate" if known in seen else "seen_in_an_earlier_stage")
             else:
                 seen.add(known)
                 yield record
+
+    def _digest(self, record: Record) -> bytes:
+        text = text_of(record, self.key)
+        plain = normalised(text) if self.normalise else text
+        return hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclasses.dataclass(frozen=True)
