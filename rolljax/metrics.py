@@ -57,6 +57,8 @@ NAMES: Mapping[str, Metric] = {
     "rewards/wait_s": Metric("s", "mean", 0, INF, "from the end of an episode until its reward is there"),
     "heldout/reward_mean": Metric("reward", "mean", -INF, INF, "reward on held-out tasks, when they were evaluated"),
     "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or reference) tokens per trajectory"),
+    "rollout/right_len_tok": Metric("tokens", "mean", 0, INF, "sampled tokens per trajectory that solved its task"),
+    "rollout/wrong_len_tok": Metric("tokens", "mean", 0, INF, "sampled tokens per trajectory that did not"),
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
     "rollout/trunc_frac": Metric("share", "mean", 0, 1, "trajectories cut by a limit of tokens, turns or context"),
     "rollout/fail_frac": Metric("share", "mean", 0, 1, "trajectories lost to a failure; left out of credit"),

@@ -359,6 +359,14 @@ class Recipe:
                 value=agent.sandbox,
                 remedy="choose TerminalTasks, HarborTasks or your own with EnvSpec.has_sandbox; or set 'none'",
             )
+        if agent.sandbox == "task" and self.pool.where == "ray":
+            raise ConfigError(
+                "cannot be combined with AgentProgram.sandbox = 'task': the policy's server is open on this host only, "
+                "and an actor may be on another",
+                setting="PoolConfig.where",
+                value=self.pool.where,
+                remedy="'thread' or 'process'",
+            )
         for phase in self.phases:
             if phase.start_states and phase.samples:
                 raise ConfigError(

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rolljax.console.terminal import visible
+from rolljax.metrics import ENV_PREFIX
 from rolljax.recipe import Phase, Recipe
 from rolljax.types import Group, Trajectory
 
@@ -17,6 +18,10 @@ STILL_STEPS = 10
 """Steps after which a reward that was the same for every trajectory is worth one."""
 FAR = 100.0
 """Factor by which a token's probability may change between sampling and training before it is worth one."""
+DRIFT = 3.0
+"""Factor by which a count of the environment may change since the first steps before it is worth one."""
+DRIFT_STEPS = 10
+"""Steps of which the means are compared."""
 SHOWN_CHARS = 60
 
 
@@ -55,6 +60,8 @@ class Alerts:
         self._steps = 0
         self._preemptions: defaultdict[bool, PreemptionRule] = defaultdict(PreemptionRule)
         """Of long rounds (`TailBatching`) and of all others, each by itself."""
+        self._counts: defaultdict[str, list[float]] = defaultdict(list)
+        """The environment's counts per trajectory, by step."""
 
     def step(self, groups: Sequence[Group]) -> list[str]:
         """Return warnings about the trajectories of a step; about reference answers only that they fail."""
@@ -66,7 +73,28 @@ class Alerts:
 
     def row(self, row: Mapping[str, float]) -> list[str]:
         """Return warnings about a step's metrics."""
-        return [*self._pages(row), *self._distance(row)]
+        return [*self._pages(row), *self._distance(row), *self._drift(row)]
+
+    def _drift(self, row: Mapping[str, float]) -> list[str]:
+        """Return a notice for each count of the environment, such as commands or time-outs per trajectory, that is far
+        from that of the phase's first steps: the policy has found another way to behave, which need not be a better
+        one. (ROLL's notes on agents at a terminal watch these counts.)"""
+        texts = []
+        for name in (n for n in row if n.startswith(ENV_PREFIX) and n.endswith("_n")):
+            seen = self._counts[name]
+            seen.append(row[name])
+            if len(seen) <= 2 * DRIFT_STEPS:
+                continue
+            del seen[DRIFT_STEPS]
+            before, now = (sum(part) / DRIFT_STEPS for part in (seen[:DRIFT_STEPS], seen[DRIFT_STEPS:]))
+            low, high = sorted((before, now))
+            if high - low > 0.5 and high > DRIFT * low and self._once(f"drift {name}"):
+                texts.append(
+                    f"{name} is {now:.2f} per trajectory in the last {DRIFT_STEPS} steps, and was {before:.2f} in the "
+                    f"first {DRIFT_STEPS}: the policy behaves differently. Look at what it does in rollouts/ (`python "
+                    "-m rolljax.show`) before you believe the reward"
+                )
+        return texts
 
     def _distance(self, row: Mapping[str, float]) -> list[str]:
         """Return a notice if the policy has moved too far from the one that sampled, in asynchronous training."""

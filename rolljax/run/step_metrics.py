@@ -119,6 +119,9 @@ def add_trajectories(report: MetricsReport, groups: Sequence[Group], version: in
     report.add("reward/std", float(np.std(rewards)))
     report.add("reward/success_frac", *[t.success for t in alive] or [False])
     report.add("rollout/len_tok", *[t.num_sampled_tok for t in alive] or [0])
+    for name, solved in (("right", True), ("wrong", False)):
+        if lengths := [t.num_sampled_tok for t in alive if t.success == solved]:
+            report.add(f"rollout/{name}_len_tok", *lengths)
     report.add("rollout/turns_n", *[len(t.turns) for t in alive] or [0])
     report.add("rollout/trunc_frac", *[t.status == "truncated" for t in trajectories] or [False])
     report.add("rollout/fail_frac", *[t.status == "failed" for t in trajectories] or [False])

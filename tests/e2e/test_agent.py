@@ -239,9 +239,9 @@ def sampler(start_sampler):
 
 
 @contextlib.asynccontextmanager
-async def playing(program, spec, sampler, chat):
+async def playing(program, spec, sampler, chat, pool=PoolConfig()):
     """Open the host and the pool of a program's episodes."""
-    host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(PoolConfig(), spec)
+    host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(pool, spec)
     policy = SamplerPolicy(sampler, SamplingParams(0.9, ANSWER_TOK, chat.stop_ids), 5)
     try:
         yield AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
@@ -461,12 +461,12 @@ def log_errors():
 def play_inside(sampler, chat, log_errors):
     """Play an episode of a task at a terminal, by a program inside its sandbox that does one of `REST`."""
 
-    def run(rest, source=INSIDE, **settings):
+    def run(rest, source=INSIDE, pool=PoolConfig(), **settings):
         env = {"REST": rest, "SOLUTION": log_errors.tasks()[0].solution}
         program = AgentProgram(("python", "-c", source, "{task}"), sandbox="task", env=env, **LIMITS | settings)
 
         async def one():
-            async with playing(program, log_errors, sampler, chat) as rollouts:
+            async with playing(program, log_errors, sampler, chat, pool) as rollouts:
                 group = await rollouts.group(log_errors.task(0), stream=0, prompt_index=0, group_size=1)
                 return group.trajectories[0]
 
@@ -487,6 +487,12 @@ def test_a_program_works_inside_the_sandbox_of_its_task(play_inside, sampler, wh
     assert same_as_sampled(sampler, t) == 2 and [turn.reward for turn in t.turns] == [0.0, reward]
     assert t.metrics["program_failed_n"] == t.metrics["program_timeouts_n"] == t.metrics["sandbox_lost_n"] == 0
     assert (t.metrics["tamper_n"] > 0) == (what in ("forged reward", "own tests"))
+
+
+@needs_sandbox
+def test_a_program_works_the_same_where_episodes_run_in_processes(play_inside, sampler):
+    t = play_inside(REST["gold"], pool=PoolConfig(where="process", workers=1))
+    assert t.reward == 1 and same_as_sampled(sampler, t) == 2
 
 
 @needs_sandbox
@@ -538,6 +544,8 @@ def test_a_sandbox_for_programs_needs_an_environment_that_has_one():
     with pytest.raises(ConfigError, match=r"AgentProgram.sandbox.*frozen_lake has none"):
         Recipe(FrozenLake(), (phase,), agent=program)
     Recipe(TerminalTasks(), (phase,), agent=program)
+    with pytest.raises(ConfigError, match=r"PoolConfig.where.*on this host only"):
+        Recipe(TerminalTasks(), (phase,), agent=program, pool=PoolConfig(where="ray"))
     with pytest.raises(ConfigError, match=r"TerminalTasks\.readable is no folder"):
         TerminalTasks(readable=("/no/such",))
 

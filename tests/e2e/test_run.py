@@ -447,6 +447,7 @@ NEEDS_FILES = {
     "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
     "stagent",
+    "terminal_agent",
     "think_j_offline",
     "think_j_qwen3_8b",
 }  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py, test_terminal_bench.py and test_think_j.py, or by test_docs.py; files of pipelines
@@ -455,6 +456,9 @@ PARTS = {
     *ROOT.glob("rolljax/recipes/*/data.gin"),
     *ROOT.glob("rolljax/recipes/*/judged.gin"),
     ROOT / "rolljax/recipes/stagent/learnability.gin",
+    ROOT / "rolljax/recipes/terminal_bench/clean_tasks.gin",
+    ROOT / "rolljax/recipes/rome/instances.gin",
+    ROOT / "rolljax/recipes/rome/sft_mixture.gin",
     *ROOT.glob("configs/models/*.gin"),
     *ROOT.glob("configs/presets/*.gin"),
 }

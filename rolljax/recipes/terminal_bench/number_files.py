@@ -10,9 +10,10 @@ import argparse
 import dataclasses
 import random
 from pathlib import Path
+from typing import Annotated
 
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
-from rolljax.errors import EnvError
+from rolljax.errors import EnvError, Range, check_fields
 from rolljax.types import Message, Task
 
 SYSTEM = "sh"
@@ -43,7 +44,14 @@ class NumberFiles(EnvSpec):
     """The conversation of a good agent with the tasks of `write_tasks`: its two commands, and what the first one
     prints. Nothing is run."""
 
+    careless_frac: Annotated[float, Range(low=0, high=1)] = 0.0
+    """Share of the tasks in which the recorded agent, which is imitated, forgets to write the number into the file: a
+    habit that reinforcement in the sandbox has to break."""
+
     runs = "inline"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def max_turns(self) -> int:
@@ -58,14 +66,18 @@ class NumberFiles(EnvSpec):
         return Task(self.name, index, f"{name} {number}")
 
     def make(self) -> NumberFile:
-        return NumberFile()
+        return NumberFile(self)
 
 
 class NumberFile(PureEnv):
     """One conversation."""
 
+    def __init__(self, spec: NumberFiles) -> None:
+        self.spec = spec
+
     def reset(self, task: Task) -> tuple[Message, ...]:
         self.file, self.number = task.content.split()
+        self.careless = random.Random(f"careless {task.index}").random() < self.spec.careless_frac
         self.turn = 0
         return Message("system", SYSTEM), Message("user", self.file)
 
@@ -79,7 +91,9 @@ class NumberFile(PureEnv):
         return StepResult((), float(right), terminated=True, success=right)
 
     def reference_answer(self) -> str:
-        return f"echo {self.number} >out" if self.turn else f"cat {self.file}"
+        if not self.turn:
+            return f"cat {self.file}"
+        return f"echo {self.number}" if self.careless else f"echo {self.number} >out"
 
 
 def write_tasks(folder: Path, num: int = 200) -> None:

@@ -31,7 +31,7 @@ you will be shown the exit code and the output. Answer finish when the task is d
 
 @dataclasses.dataclass(frozen=True)
 class TerminalTasks(EnvSpec):
-    """Twelve tasks of eight domains that bash, the core utilities and Python's standard library solve.
+    """Sixteen tasks, two of each of eight domains, that bash, the core utilities and Python's standard library solve.
 
     Every command runs in one sandbox without a network, in a shell that keeps its state. The episode ends when the
     policy finishes, at `max_turns`, or when it repeats itself; then the task's artifacts are copied into a new sandbox

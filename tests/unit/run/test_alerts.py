@@ -160,3 +160,15 @@ def test_a_policy_far_from_its_old_samples_is_told_of_once():
     (text,) = ahead.row(far)
     assert "812 times" in text and "learning rate" in text and "Phase.async_ratio = 4" in text
     assert ahead.row(far) == [] and of(PHASE).row(far) == []
+
+
+def test_a_count_of_the_environment_that_drifts_is_told_of_once(notices):
+    counts = [0.1] * 20 + [2.0] * 12
+    told = [notices.row({"env/timeouts_n": n, "env/commands_n": 4.0 + n % 1, "env/score": 9 * n}) for n in counts]
+    assert [i for i, texts in enumerate(told) if texts] == [22]  # three steps of 2: a mean of 0.67
+    assert "env/timeouts_n is 0.67" in told[22][0] and "was 0.10" in told[22][0] and "rollouts/" in told[22][0]
+
+
+def test_rare_counts_and_slow_changes_are_not_told_of(notices):
+    for i in range(40):
+        assert notices.row({"env/tamper_n": 0.01 * (i > 20), "env/commands_n": 4 + i / 10}) == []
