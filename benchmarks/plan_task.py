@@ -191,6 +191,7 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
         sampler_logp=behind(e.sampler_logp),  # type: ignore[arg-type]
         trainer_logp=None if e.trainer_logp is None else behind(e.trainer_logp),  # type: ignore[arg-type]
         weights=None if credit.weights is None else behind(credit.weights),  # type: ignore[arg-type]
+        rewards=None if credit.rewards is None else behind(credit.rewards),  # type: ignore[arg-type]
         num_micro=np.int32(1),  # type: ignore[arg-type]
         num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
         num_computed=np.float32(e.mask.sum()),  # type: ignore[arg-type]
