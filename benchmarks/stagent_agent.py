@@ -2,9 +2,9 @@
 
     python benchmarks/stagent_agent.py --out runs/stagent_agent --figure rolljax/recipes/stagent/stagent_agent.png
 
-Funnel over generated requests; a seed policy that imitates the reference player for a short while; eight attempts of it
-at each request, by which `Learnability` routes them; SFT2 on the seed policy's own solved episodes of the nearly certain
-ones; RL on the uncertain ones, rewarded by the rubric with its veto. The controls begin with the same seed policy and
+A funnel over generated requests; a seed policy that imitates the reference player for a short while; eight attempts of
+it at each request, by which `Learnability` routes them; SFT2 on its own solved episodes of the nearly certain ones; RL
+on the uncertain ones, rewarded by the rubric with its veto. The controls begin with the same seed policy and
 take as many steps: RL on all requests of the funnel, and RL on the learnable ones (both routes) without SFT2. Held-out
 requests are played before and after. The routes are compared with 64 attempts at each of some requests.
 `--out` keeps all parts; the same command continues there.
@@ -106,7 +106,10 @@ def main() -> None:
     certain, uncertain = (read(routes / f"{name}.jsonl") for name in ("sft", "rl"))
     both = write(out / "learnable.jsonl", certain + uncertain)
     pipeline(
-        "stagent_agent_episodes", routes / "sft.jsonl", out / "sft2_data", paths.replace("FromRollouts", "SolvedEpisodes")
+        "stagent_agent_episodes",
+        routes / "sft.jsonl",
+        out / "sft2_data",
+        paths.replace("FromRollouts", "SolvedEpisodes"),
     )
     print(f"{args.num} requests, {num} after the funnel: {len(certain)} nearly certain, {len(uncertain)} uncertain")
     print(f"{len(read(out / 'sft2_data' / 'data.jsonl'))} own episodes for SFT2", flush=True)
@@ -120,7 +123,12 @@ def main() -> None:
                 how = (f"Recipe.model = {seed}", data, f"Recipe.seed = {s}", f"sft2/Phase.steps = {args.sft2}")
                 policy = train("stagent_agent_sft", out / f"sft2_{s}", *how)
                 path, steps = routes / "rl.jsonl", args.steps - args.sft2
-            how = (f"Recipe.model = {policy}", f"Travel.path = {path}", f"Recipe.seed = {s}", f"rl/Phase.steps = {steps}")
+            how = (
+                f"Recipe.model = {policy}",
+                f"Travel.path = {path}",
+                f"Recipe.seed = {s}",
+                f"rl/Phase.steps = {steps}",
+            )
             policy = train("stagent_agent", out / f"{arm}_{s}", *how)
             rows[arm].append(by_level(play(policy, desk, args.held_out, 1, out / f"held_out_{arm}_{s}", *fresh)))
             print(f"{arm} seed {s}: {rows[arm][-1]}", flush=True)

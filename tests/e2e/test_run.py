@@ -447,6 +447,8 @@ NEEDS_FILES = {
     "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
     "stagent",
+    "stagent_agent",
+    "stagent_agent_sft",
     "think_j_offline",
     "think_j_qwen3_8b",
 }  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py, test_terminal_bench.py and test_think_j.py, or by test_docs.py; files of pipelines
@@ -455,6 +457,8 @@ PARTS = {
     *ROOT.glob("rolljax/recipes/*/data.gin"),
     *ROOT.glob("rolljax/recipes/*/judged.gin"),
     ROOT / "rolljax/recipes/stagent/learnability.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_episodes.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_funnel.gin",
     *ROOT.glob("configs/models/*.gin"),
     *ROOT.glob("configs/presets/*.gin"),
 }

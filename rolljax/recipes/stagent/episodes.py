@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,8 @@ def records_of(desk: TravelDesk, num: int) -> list[Record]:
     content of the task) and `level`."""
     tasks = [desk.task(i) for i in training_indices(desk, HELD_OUT_FRAC, num)]
     return [
-        {"prompt": request_text(request_of(t)[0], desk.style), "task": t.content, "level": desk.category(t)} for t in tasks
+        {"prompt": request_text(request_of(t)[0], desk.style), "task": t.content, "level": desk.category(t)}
+        for t in tasks
     ]
 
 
@@ -67,7 +68,7 @@ class SolvedEpisodes(Checked, Stage):
                 yield {"messages": conversation(self.env, t.task, [turn.text for turn in t.turns])}
 
 
-def conversation(env: EnvSpec, task: Task, answers: list[str]) -> list[dict[str, Any]]:
+def conversation(env: EnvSpec, task: Task, answers: Sequence[str]) -> list[dict[str, Any]]:
     """Return the messages of an episode, by playing its answers."""
     episode = env.make()
     try:
@@ -79,12 +80,12 @@ def conversation(env: EnvSpec, task: Task, answers: list[str]) -> list[dict[str,
     return [{"role": m.role, "content": m.content} for m in said]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write requests of the tiny desk into the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--num", type=int, default=400)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = records_of(Travel(**TINY), args.num)
     args.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -156,9 +156,10 @@ def check(world: World, wanted: Wanted, trip: Itinerary) -> dict[str, bool | flo
     """Check every constraint by name; `themes` is the fraction of the wanted themes with a separate visit. The trip
     must name nothing that is made up.
 
-    transport: right cities, right day; if one is asked for, there is one. date: of the trip. city: of hotel and places. hours: every visit on an opening
-    day, within opening hours, and long enough. times: enough to ride from one point to the next. weather: nothing
-    outdoors on a day of rain. distance, budget: not above.
+    transport: right cities, right day; if one is asked for, there is one. date: of the trip. city: of hotel and places;
+    if a hotel is asked for, there is one. hours: every visit on an opening day, within opening hours, and long enough.
+    times: enough to ride from one point to the next. weather: nothing outdoors on a day of rain. distance, budget: not
+    above.
     """
     pois = [world.pois[s.poi] for s in trip.stops]
     visits = list(zip(trip.stops, pois, strict=True))

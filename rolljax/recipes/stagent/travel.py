@@ -8,11 +8,12 @@ import functools
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, PureEnv, StepResult
-from rolljax.envs.data.rows import Rows, find_files, open_rows
+from rolljax.envs.data.rows import Rows, find_files, open_rows, signature
 from rolljax.envs.tools import ToolEnv, ToolLimits, ToolResult, ToolSet
 from rolljax.errors import ConfigError, DataError, EnvError, Range, check_fields
 from rolljax.recipes.stagent.itinerary import (
@@ -71,7 +72,7 @@ TINY: Mapping[str, Any] = {
     "calls_per_turn": 1,
     "shown_bytes": 96,
 }
-"""Settings of `Travel` for byte-level models of some hundred thousand parameters: an episode takes two to five turns and
+"""Settings of `Travel` for byte-level models of about 10^5 parameters: an episode takes two to five turns, and
 150 to 450 tokens."""
 
 
@@ -90,8 +91,8 @@ class TravelDesk(EnvSpec):
     id_digits: Annotated[int, Range(low=2, high=5)] = 5
     """Hexadecimal digits of an id."""
     levels: tuple[Level, ...] = ()
-    """Levels of the requests, one of which is drawn for each. 1: a place on a dry day, 2: and a hotel, 3: and a train or
-    flight, 4: and it may rain, n > 4: and n - 3 places. Only the budget is limited, close to the cheapest trip. Empty:
+    """Levels of the requests, one of which is drawn for each. 1: a place on a dry day, 2: and a hotel, 3: and a train
+    or flight, 4: and it may rain, n > 4: n - 3 places. Only the budget is limited, close to the cheapest trip. Empty:
     every request has `num_stops` places, a hotel, a train or flight, and a maximal distance."""
     style: Literal["full", "short"] = "full"
     """`full`: requests in prose, calls, results and itineraries in JSON. `short`, for small models: a line for the
@@ -335,9 +336,14 @@ def rubric(held: Mapping[str, float], *, complete: bool) -> dict[str, float]:
     }
 
 
-@functools.lru_cache(maxsize=64)
 def _rows(path: str) -> Rows:
-    return open_rows(find_files(path, "Travel.path"))
+    files = tuple(find_files(path, "Travel.path"))
+    return _opened(files, signature(files))
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(files: tuple[Path, ...], state: Hashable) -> Rows:
+    return open_rows(files)
 
 
 def _num_places(level: int) -> int:
@@ -372,11 +378,12 @@ def _graded_request(w: World, level: int, rng: random.Random) -> tuple[Wanted, I
         dry = level < 4
         date = rng.choice([d for d in days() if not dry or w.sky[city, d] != "rain"])
         themes = tuple(rng.sample(w.themes, _num_places(level)))
-        rides = [r for r in _rides(w, start, city, date) if r.means == "train"] if level >= 3 else [None]
-        hotels = [min(_hotels(w, city), key=lambda h: (h.price, h.id))] if level >= 2 else [None]
+        trains = [r for r in _rides(w, start, city, date) if r.means == "train"]
+        rides: list[Ride | None] = [*trains] if level >= 3 else [None]
+        hotel = min(_hotels(w, city), key=lambda h: (h.price, h.id)) if level >= 2 else None
         wanted = Wanted(start, city, date, themes, 10**6, _FAR_KM, level >= 3, level >= 2, dry)
         found = []
-        for ride, hotel, *pois in itertools.product(rides, hotels, *(_pois(w, city, t) for t in themes)):
+        for ride, pois in itertools.product(rides, itertools.product(*(_pois(w, city, t) for t in themes))):
             trip = scheduled(w, date, ride.id if ride else "", [p.id for p in pois], hotel.id if hotel else "")
             if all(v == 1 for v in check(w, wanted, trip).values()):
                 found.append((sum(x.price for x in (ride, hotel, *pois) if x), trip))

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from rolljax.envs.tools import FunctionToolSet, ToolError, ToolLimits, ToolResult, ToolSet, ToolSpec
 from rolljax.recipes.stagent.travel_world import (
     GRID_KM,
-    THEMES,
     RIDE_MIN_PER_KM,
+    THEMES,
     WALK_MIN_PER_KM,
     Poi,
     Ride,
