@@ -77,11 +77,11 @@ def overlap(chosen: set[str], true: dict[str, float]) -> tuple[float, float, int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=400, help="requests before the funnel")
+    parser.add_argument("--num", type=int, default=280, help="requests before the funnel")
     parser.add_argument("--steps", type=int, default=20, help="of each arm, SFT2 included")
     parser.add_argument("--sft2", type=int, default=5, help="steps of SFT2")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--held_out", type=int, default=200)
+    parser.add_argument("--held_out", type=int, default=100, help="requests, played twice")
     parser.add_argument("--true", type=int, default=40, help="requests that are played 64 times")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -95,7 +95,7 @@ def main() -> None:
     pipeline("stagent_agent_funnel", requests, out / "funnel")
     everything = out / "funnel" / "data.jsonl"
     seed = train("stagent_agent_seed", out / "seed")
-    start = by_level(play(seed, desk, args.held_out, 1, out / "held_out_seed", *fresh))
+    start = by_level(play(seed, desk, args.held_out, 2, out / "held_out_seed", *fresh))
 
     routes, num = out / "routed", len(read(everything))
     asked = Travel(**TINY | {"path": str(everything)})
@@ -105,12 +105,8 @@ def main() -> None:
     pipeline("learnability", everything, routes, paths, *keys)
     certain, uncertain = (read(routes / f"{name}.jsonl") for name in ("sft", "rl"))
     both = write(out / "learnable.jsonl", certain + uncertain)
-    pipeline(
-        "stagent_agent_episodes",
-        routes / "sft.jsonl",
-        out / "sft2_data",
-        paths.replace("FromRollouts", "SolvedEpisodes"),
-    )
+    own = paths.replace("FromRollouts", "SolvedEpisodes")
+    pipeline("stagent_agent_episodes", routes / "sft.jsonl", out / "sft2_data", own)
     print(f"{args.num} requests, {num} after the funnel: {len(certain)} nearly certain, {len(uncertain)} uncertain")
     print(f"{len(read(out / 'sft2_data' / 'data.jsonl'))} own episodes for SFT2", flush=True)
 
@@ -123,14 +119,9 @@ def main() -> None:
                 how = (f"Recipe.model = {seed}", data, f"Recipe.seed = {s}", f"sft2/Phase.steps = {args.sft2}")
                 policy = train("stagent_agent_sft", out / f"sft2_{s}", *how)
                 path, steps = routes / "rl.jsonl", args.steps - args.sft2
-            how = (
-                f"Recipe.model = {policy}",
-                f"Travel.path = {path}",
-                f"Recipe.seed = {s}",
-                f"rl/Phase.steps = {steps}",
-            )
-            policy = train("stagent_agent", out / f"{arm}_{s}", *how)
-            rows[arm].append(by_level(play(policy, desk, args.held_out, 1, out / f"held_out_{arm}_{s}", *fresh)))
+            how = (f"Recipe.model = {policy}", f"Travel.path = {path}", f"Recipe.seed = {s}")
+            policy = train("stagent_agent", out / f"{arm}_{s}", *how, f"rl/Phase.steps = {steps}")
+            rows[arm].append(by_level(play(policy, desk, args.held_out, 2, out / f"held_out_{arm}_{s}", *fresh)))
             print(f"{arm} seed {s}: {rows[arm][-1]}", flush=True)
 
     levels = [name for name in start if name.isdigit()]

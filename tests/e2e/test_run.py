@@ -457,6 +457,7 @@ PARTS = {
     *ROOT.glob("rolljax/recipes/*/data.gin"),
     *ROOT.glob("rolljax/recipes/*/judged.gin"),
     ROOT / "rolljax/recipes/stagent/learnability.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_desk.gin",
     ROOT / "rolljax/recipes/stagent/stagent_agent_episodes.gin",
     ROOT / "rolljax/recipes/stagent/stagent_agent_funnel.gin",
     *ROOT.glob("configs/models/*.gin"),

@@ -134,6 +134,7 @@ def test_answers_are_ids_alone():
         ({"num_cities": 3}, "id_digits"),
         ({"levels": (7,), "calls": 9}, "num_themes"),
         ({"calls": 3}, "calls"),
+        ({"num_days": 1}, "num_days"),
         ({"weights": (0.5, 0.5, 0.5)}, "weights"),
         ({"path": "nowhere.jsonl"}, "path"),
     ],

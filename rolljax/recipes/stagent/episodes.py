@@ -1,7 +1,7 @@
 """Between the travel desk and the data pipeline: requests as records, and a policy's own solved episodes as
 conversations to imitate.
 
-`python -m rolljax.recipes.stagent.episodes FILE --num 400` writes requests of the tiny desk (`travel.TINY`).
+`python -m rolljax.recipes.stagent.episodes FILE --num 280` writes requests of the tiny desk (`travel.TINY`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rolljax.recipes.stagent.travel import TINY, Travel, TravelDesk, request_of,
 from rolljax.storage.run_reader import read_trajectories
 from rolljax.types import Message, Task, Trajectory
 
-HELD_OUT_FRAC = 0.1
+HELD_OUT_FRAC = 0.2
 """Share of the requests that no record holds, for the evaluation (`Evaluation.held_out_frac`)."""
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write requests of the tiny desk into the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--num", type=int, default=400)
+    parser.add_argument("--num", type=int, default=280)
     args = parser.parse_args(argv)
     rows = records_of(Travel(**TINY), args.num)
     args.file.write_text("".join(json.dumps(row) + "\n" for row in rows))

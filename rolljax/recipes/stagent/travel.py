@@ -33,6 +33,7 @@ from rolljax.recipes.stagent.itinerary import (
 from rolljax.recipes.stagent.travel_tools import EpisodeTools, desk_tools
 from rolljax.recipes.stagent.travel_world import (
     MAX_CITIES,
+    NUM_DAYS,
     RIDE_MIN_PER_KM,
     STATION,
     THEMES,
@@ -63,6 +64,7 @@ TINY: Mapping[str, Any] = {
     "num_cities": 2,
     "num_themes": 3,
     "num_pois": 12,
+    "num_days": 7,
     "id_digits": 2,
     "levels": (1, 2, 3, 4),
     "style": "short",
@@ -88,6 +90,8 @@ class TravelDesk(EnvSpec):
     """Themes of places that the world has."""
     num_stops: Annotated[int, Range(low=1, high=4)] = 3
     """Themes that a request names."""
+    num_days: Annotated[int, Range(low=1, high=NUM_DAYS)] = NUM_DAYS
+    """Days that requests are about: the first ones of the world."""
     id_digits: Annotated[int, Range(low=2, high=5)] = 5
     """Hexadecimal digits of an id."""
     levels: tuple[Level, ...] = ()
@@ -130,6 +134,14 @@ class TravelDesk(EnvSpec):
                 value=self.weights,
                 remedy="numbers from 0 that sum to 1",
             )
+        dry = (sky != "rain" for (_, date), sky in self.world.sky.items() if date in days()[: self.num_days])
+        if self.levels and min(self.levels) < 4 and not any(dry):
+            raise ConfigError(
+                "are days of rain in every city",
+                setting=f"{type(self).__name__}.num_days",
+                value=self.num_days,
+                remedy="more days, or another seed",
+            )
         if self.path:
             find_files(self.path, f"{type(self).__name__}.path")
 
@@ -155,10 +167,10 @@ class TravelDesk(EnvSpec):
         rng = random.Random(f"travel {self.seed} {index}")
         if self.levels:
             level = rng.choice(self.levels)
-            wanted, trip = _graded_request(self.world, level, rng)
+            wanted, trip = _graded_request(self.world, level, self.num_days, rng)
         else:
             level = 0
-            wanted, trip = _request(self.world, self.num_stops, rng)
+            wanted, trip = _request(self.world, self.num_stops, self.num_days, rng)
         content = {"wanted": dataclasses.asdict(wanted), "trip": dataclasses.asdict(trip), "level": level}
         return Task(self.name, index, json.dumps(content))
 
@@ -357,11 +369,11 @@ def _filters(theme: str, date: str, rain: bool) -> Mapping[str, Any]:
 # ---- requests -------------------------------------------------------------------------------------------------------
 
 
-def _request(w: World, num_stops: int, rng: random.Random) -> tuple[Wanted, Itinerary]:
+def _request(w: World, num_stops: int, num_days: int, rng: random.Random) -> tuple[Wanted, Itinerary]:
     """Return a request, and a possible trip, the best of a few, that just fulfils it."""
     while True:
         start, city = rng.sample(w.cities, 2)
-        date = rng.choice(days())
+        date = rng.choice(days()[:num_days])
         themes = tuple(rng.sample(w.themes, num_stops))
         drawn = [_draw(w, start, city, date, themes, rng) for _ in range(_DRAWS)]
         trips = [t for t in drawn if t is not None]
@@ -371,12 +383,15 @@ def _request(w: World, num_stops: int, rng: random.Random) -> tuple[Wanted, Itin
             return Wanted(start, city, date, themes, budget, round(km * 1.1 + 0.05, 1)), trip
 
 
-def _graded_request(w: World, level: int, rng: random.Random) -> tuple[Wanted, Itinerary]:
+def _graded_request(w: World, level: int, num_days: int, rng: random.Random) -> tuple[Wanted, Itinerary]:
     """Return a request of a level (`TravelDesk.levels`), and the cheapest trip that fulfils it."""
     while True:
         start, city = rng.sample(w.cities, 2)
         dry = level < 4
-        date = rng.choice([d for d in days() if not dry or w.sky[city, d] != "rain"])
+        dates = [d for d in days()[:num_days] if not dry or w.sky[city, d] != "rain"]
+        if not dates:
+            continue
+        date = rng.choice(dates)
         themes = tuple(rng.sample(w.themes, _num_places(level)))
         trains = [r for r in _rides(w, start, city, date) if r.means == "train"]
         rides: list[Ride | None] = [*trains] if level >= 3 else [None]
