@@ -78,7 +78,7 @@ def overlap(chosen: set[str], true: dict[str, float]) -> tuple[float, float, int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=280, help="requests before the funnel")
-    parser.add_argument("--steps", type=int, default=20, help="of each arm, SFT2 included")
+    parser.add_argument("--steps", type=int, default=25, help="of each arm, SFT2 included")
     parser.add_argument("--sft2", type=int, default=5, help="steps of SFT2")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held_out", type=int, default=100, help="requests, played twice")
