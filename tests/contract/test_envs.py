@@ -33,6 +33,7 @@ from rolljax.recipes.complementary.key_rules import KeyRules
 from rolljax.recipes.palette.styled_words import StyledWords
 from rolljax.recipes.rome.key_door_chain import KeyDoorChain
 from rolljax.recipes.shop_simulator.shop import TINY, Shop
+from rolljax.recipes.stagent import travel
 from rolljax.recipes.stagent.travel import Travel, TravelDesk
 from rolljax.recipes.terminal_bench.number_files import NumberFiles
 from rolljax.recipes.think_j.digit_sums import DigitSums
@@ -87,6 +88,8 @@ SPECS = {
     "shop_dialogue": Shop(dialogue=True, persona=True, style="full", reward="loose", seed=1),
     "shop_tiny": Shop(**TINY),
     "travel": Travel(),
+    "travel_tiny": Travel(**travel.TINY),
+    "travel_levels": Travel(levels=(1, 3, 6), reward="rubric", veto="tools", calls=11, seed=2),
     "travel_desk": TravelDesk(reward="strict", seed=5),
     "questions": Questions(str(DATA / "word_problems.jsonl")),
     "recorded_answers": Records(str(DATA / "answers.jsonl"), prompt_key="question"),

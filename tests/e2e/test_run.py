@@ -448,6 +448,8 @@ NEEDS_FILES = {
     "rlvr_mixture_qwen3_4b",
     "stagent",
     "terminal_agent",
+    "stagent_agent",
+    "stagent_agent_sft",
     "think_j_offline",
     "think_j_qwen3_8b",
 }  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py, test_terminal_bench.py and test_think_j.py, or by test_docs.py; files of pipelines
@@ -459,6 +461,9 @@ PARTS = {
     ROOT / "rolljax/recipes/terminal_bench/clean_tasks.gin",
     ROOT / "rolljax/recipes/rome/instances.gin",
     ROOT / "rolljax/recipes/rome/sft_mixture.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_desk.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_episodes.gin",
+    ROOT / "rolljax/recipes/stagent/stagent_agent_funnel.gin",
     *ROOT.glob("configs/models/*.gin"),
     *ROOT.glob("configs/presets/*.gin"),
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from rolljax.envs.tools import FunctionToolSet, ToolError
+from rolljax.envs.tools import FunctionToolSet, ToolError, ToolLimits, ToolResult, ToolSet, ToolSpec
 from rolljax.recipes.stagent.travel_world import (
     GRID_KM,
     RIDE_MIN_PER_KM,
+    THEMES,
     WALK_MIN_PER_KM,
     Poi,
     Ride,
@@ -22,6 +25,7 @@ from rolljax.recipes.stagent.travel_world import (
 )
 
 MAX_ROWS = 10
+_BRIEF = ("id", "opens", "closes", "arrives", "price", "sky", "km", "minutes", "text")
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 City = Annotated[str, "name of a city"]
 Date = Annotated[str, "YYYY-MM-DD"]
@@ -160,12 +164,47 @@ class Desk:
 
 
 @functools.lru_cache(maxsize=4)
-def desk_tools(num_cities: int, num_pois: int, seed: int) -> FunctionToolSet:
+def desk_tools(
+    num_cities: int, num_pois: int, seed: int, num_themes: int = len(THEMES), id_digits: int = 5
+) -> FunctionToolSet:
     """Return the ten tools over a world. They change nothing, so all episodes share them."""
-    d = Desk(world(num_cities, num_pois, seed))
+    d = Desk(world(num_cities, num_pois, seed, num_themes, id_digits))
     tools: list[Callable[..., Any]] = [d.poi_search, d.poi_detail, d.route, d.distance_matrix, d.nearby, d.weather]
     tools += [d.flight_search, d.train_search, d.hotel_search, d.web_search]
     return FunctionToolSet(tools)
+
+
+class EpisodeTools(ToolSet):
+    """The tools as one episode uses them.
+
+    shared: the tools of all episodes. told: receives every id that a result names. brief: whether results are lines of
+    values instead of JSON.
+    """
+
+    def __init__(self, shared: FunctionToolSet, told: set[str], *, brief: bool) -> None:
+        self._shared, self._told, self._brief = shared, told, brief
+
+    def list(self) -> tuple[ToolSpec, ...]:
+        return self._shared.list()
+
+    def run(self, spec: ToolSpec, arguments: Mapping[str, Any], limits: ToolLimits) -> ToolResult:
+        result = self._shared.run(spec, arguments, limits)
+        self._told.update(_ids_in(result.structured))
+        return dataclasses.replace(result, text=in_lines(result.structured)) if self._brief else result
+
+
+def _ids_in(value: Any) -> set[str]:
+    rows = value if isinstance(value, list) else [value]
+    return {row["id"] for row in rows if isinstance(row, dict) and "id" in row}
+
+
+def in_lines(value: Any) -> str:
+    """Return a tool's value in few bytes: a line for each row, with the values that an itinerary needs."""
+    if isinstance(value, list):
+        return "\n".join(map(in_lines, value)) or "none"
+    if isinstance(value, dict):
+        return " ".join(str(value[key]) for key in _BRIEF if key in value)
+    return json.dumps(value)
 
 
 def _row(p: Poi) -> dict[str, Any]:

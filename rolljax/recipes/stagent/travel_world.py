@@ -115,10 +115,12 @@ def weekday(date: str) -> int:
 
 
 class World:
-    """The country. Ids are random, so that a made-up one does not exist."""
+    """The country. Ids are random, so that a made-up one does not exist (with few digits: hardly ever)."""
 
-    def __init__(self, num_cities: int, num_pois: int, seed: int) -> None:
+    def __init__(self, num_cities: int, num_pois: int, seed: int, num_themes: int, id_digits: int) -> None:
         rng = random.Random(f"travel world {seed}")
+        self.themes = tuple(THEMES)[:num_themes]
+        self._id_digits = id_digits
         self.cities = tuple(_CITIES[:num_cities])
         self._taken: set[str] = set()
         self.pois = {p.id: p for c in self.cities for p in self._pois(rng, c, num_pois)}
@@ -138,14 +140,14 @@ class World:
 
     def _id(self, rng: random.Random, letter: str) -> str:
         while True:
-            name = f"{letter}{rng.getrandbits(20):05X}"
+            name = f"{letter}{rng.getrandbits(4 * self._id_digits):0{self._id_digits}X}"
             if name not in self._taken:
                 self._taken.add(name)
                 return name
 
     def _pois(self, rng: random.Random, city: str, num: int) -> list[Poi]:
         spots = rng.sample([(x, y) for x in range(GRID_KM + 1) for y in range(GRID_KM + 1) if x or y], num)
-        themes = list(THEMES)
+        themes = self.themes
         pois = []
         for i, (x, y) in enumerate(spots):
             theme, outdoor = themes[i % len(themes)], i // len(themes) % 2 == 1
@@ -188,9 +190,9 @@ class World:
 
 
 @functools.lru_cache(maxsize=4)
-def world(num_cities: int, num_pois: int, seed: int) -> World:
+def world(num_cities: int, num_pois: int, seed: int, num_themes: int = len(THEMES), id_digits: int = 5) -> World:
     """Return the world of these settings; made once per process."""
-    return World(num_cities, num_pois, seed)
+    return World(num_cities, num_pois, seed, num_themes, id_digits)
 
 
 def _best(w: World, city: str) -> str:
