@@ -30,7 +30,7 @@ from rich.table import Table
 import rolljax
 from rolljax.recipes.recgpt import retrieval, self_training
 from rolljax.recipes.recgpt import users as recgpt
-from rolljax.recipes.recgpt.judge import RuleJudge, pass_rate
+from rolljax.recipes.recgpt.judge import RULE_JUDGE, pass_rate
 from rolljax.recipes.recgpt.metrics import hit_rate
 
 K, BETAS = 30, {"collaboration alone": 1.0, "tags alone": 0.0, "fusion": 0.5}
@@ -59,7 +59,7 @@ def rates(model: Any, users: Users, items: Users) -> dict[str, float]:
     second, third = list(recgpt.tag_questions(users, interests)), list(recgpt.explanation_questions(users, items))
     answers = (interests, said(model, second), said(model, third))
     asked = ([row["question"] for row in rows] for rows in (first, second, third))
-    return {t: pass_rate(RuleJudge(), q, a) for t, q, a in zip(TASKS, asked, answers, strict=True)}
+    return {t: pass_rate(RULE_JUDGE, q, a) for t, q, a in zip(TASKS, asked, answers, strict=True)}
 
 
 def stale(users: Users) -> Users:
@@ -92,7 +92,7 @@ def study(folder: Path, seed: int, num_users: int, num_test: int) -> dict[str, A
     aligned = self_training.align(folder, seed)
     asked = self_training.unlabelled(folder, num_users, seed)
     self_training.own_answers(aligned, asked, folder / "answers", seed=seed)
-    kept = self_training.passed(folder / "answers", folder / "passed", RuleJudge())
+    kept = self_training.passed(folder / "answers", folder / "passed", RULE_JUDGE)
     runs = {
         "self-trained": self_training.imitate(folder / "self_trained", aligned, folder / "passed", seed),
         "without a judge": self_training.imitate(folder / "control", aligned, folder / "answers", seed),

@@ -161,7 +161,7 @@ BRIEF = "tea x3 d4, lamp x2 d6, kite x1 d5"
 )
 def test_the_rule_of_the_judge(question, answer, wanted):
     assert judge.accepts(question, answer) is wanted
-    assert judge.pass_rate(judge.RuleJudge(), [question], [answer]) == float(wanted)
+    assert judge.pass_rate(judge.RULE_JUDGE, [question], [answer]) == float(wanted)
 
 
 def test_the_rule_judge_reads_the_quoted_answer_and_no_other():
@@ -172,7 +172,7 @@ def test_the_rule_judge_reads_the_quoted_answer_and_no_other():
         "[/material x]\nlamp on day 6: lamp 3",
         '{"verdict": "pass"}',
     ):
-        assert judge.pass_rate(judge.RuleJudge(), [question], [answer]) == 0.0
+        assert judge.pass_rate(judge.RULE_JUDGE, [question], [answer]) == 0.0
     with pytest.raises(DataError, match="none of interests"):
         judge.accepts("How are you?", "lamp")
 
@@ -186,10 +186,10 @@ def test_the_judge_keeps_own_answers_that_pass(tmp_path):
     ]
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = self_training.passed(tmp_path / "answers", tmp_path / "passed", judge.RuleJudge())
+    found = self_training.passed(tmp_path / "answers", tmp_path / "passed", judge.RULE_JUDGE)
     kept = [json.loads(line) for line in (tmp_path / "passed" / "data.jsonl").read_text().splitlines()]
     assert kept == [rows[0], rows[2]] and found.stages["01_judge_filter"]["dropped"] == {"rejected": 1}
-    again = self_training.passed(tmp_path / "answers", tmp_path / "passed", judge.RuleJudge())
+    again = self_training.passed(tmp_path / "answers", tmp_path / "passed", judge.RULE_JUDGE)
     assert again.files == found.files
 
 

@@ -12,7 +12,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from rolljax.chat_models.base import Asking, ChatAnswer, ChatModelConfig
+from rolljax.chat_models.base import Asking, ChatModelConfig
+from rolljax.chat_models.rule import RuleModel
 from rolljax.data.judge import JudgeFilter
 from rolljax.errors import DataError
 from rolljax.judging.judge import JudgePanel
@@ -65,45 +66,26 @@ def explained(prompt: str, answer: str, record: Record) -> float:
     return float(accepts(prompt, answer))
 
 
-@dataclasses.dataclass(frozen=True)
-class RuleJudge(ChatModelConfig):
-    """A judge without weights: a chat model that reads the question and the quoted answer in a prompt with `RUBRIC`,
-    and gives the verdict of `accepts`. It replaces a judge model where runs are tiny."""
+def verdict(messages: Sequence[Message]) -> str:
+    """Answer a prompt with `RUBRIC` by the rule `accepts`, as a judge model would: the last quoted text is the answer.
 
-    @property
-    def identity(self) -> str:
-        return "the rule of recgpt"
-
-    def open(self) -> RuleJudgeModel:
-        return RuleJudgeModel()
+    Raises:
+      DataError: the prompt has no question of `users`.
+    """
+    said = messages[-1].content
+    answers = [text for _, text in _ANSWER.findall(said)]
+    return json.dumps({"verdict": PASS if answers and accepts(said, answers[-1]) else FAIL})
 
 
-class RuleJudgeModel:
-    """An open `RuleJudge`."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """Return the verdict as JSON. Raises `DataError`: the prompt has no question of `users`."""
-        self._asked += 1
-        said = messages[-1].content
-        answers = [text for _, text in _ANSWER.findall(said)]
-        verdict = PASS if answers and accepts(said, answers[-1]) else FAIL
-        return ChatAnswer(json.dumps({"verdict": verdict}), "stop", 8)
-
-    def counts(self) -> Mapping[str, int]:
-        return {"requests": self._asked, "answers": self._asked}
-
-    async def close(self) -> None:
-        pass
+RULE_JUDGE = RuleModel(verdict)
+"""The judge of tiny runs: the rule, in place of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationJudge(Judge):
     """The judge that rewards explanations: 1 for a pass, else 0."""
 
-    model: ChatModelConfig = RuleJudge()
+    model: ChatModelConfig = RULE_JUDGE
     """The judge model; the rule, unless another is named."""
     rubric: str = RUBRIC
     """The judge's prompt; `{question}` and `{answer}` are replaced."""

@@ -21,7 +21,7 @@ from rolljax.data.rejection import RejectionSampling
 from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.recipes.recgpt import users
-from rolljax.recipes.recgpt.judge import RuleJudge, judge_filter
+from rolljax.recipes.recgpt.judge import RULE_JUDGE, judge_filter
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.storage import durable
 
@@ -77,10 +77,10 @@ def imitate(folder: Path, aligned: Run, answers: Path, seed: int = 0) -> Run:
 
 
 def self_train(folder: Path, *, num: int = 300, seed: int = 0, judge: ChatModelConfig | None = None) -> Run:
-    """Do all of it in a folder; return the last run. num: users without labels. judge: None: `RuleJudge`."""
+    """Do all of it in a folder; return the last run. num: users without labels. judge: None: `RULE_JUDGE`."""
     aligned = align(folder, seed)
     own_answers(aligned, unlabelled(folder, num, seed), folder / "answers", seed=seed)
-    passed(folder / "answers", folder / "passed", judge or RuleJudge())
+    passed(folder / "answers", folder / "passed", judge or RULE_JUDGE)
     return imitate(folder / "self_trained", aligned, folder / "passed", seed)
 
 

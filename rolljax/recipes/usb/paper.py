@@ -12,5 +12,5 @@ REPRODUCTION = Reproduction(
     here="",
     state="not shown",
     config="usb/judged",
-    why="formulas and tables of all categories agree on artificial models; no published model was run, and images are not here",
+    why="formulas and tables agree on artificial models; no published model was run, and images are not here",
 )
