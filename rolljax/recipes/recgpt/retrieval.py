@@ -130,7 +130,7 @@ def train(cfg: TowerConfig, log: UserLog, seed: int = 0) -> Towers:
     fixed = {"item_tag": jnp.array(log.item_tag), "item_category": jnp.array(log.item_category)}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(towers: Towers, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Towers, Any]:
+    def step(towers: Towers, state: Any, batch: dict[str, jax.Array]) -> tuple[Towers, Any]:
         grads = jax.grad(loss)(towers, batch | fixed, cfg.alpha)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(towers, updates), state
