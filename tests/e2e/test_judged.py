@@ -23,7 +23,7 @@ from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
-from rolljax.recipes.bsa import bsa
+from rolljax.recipes.bsa import artificial, bsa, mitigation
 from rolljax.recipes.recgpt.recgpt import RUBRIC, RecGpt
 from rolljax.recipes.usb import usb
 
@@ -378,3 +378,25 @@ def test_the_verb_takes_a_folder_and_resumes(folder, server, data, tmp_path, cap
     server.asked.clear()
     assert eval_verb.main(argv) == 0
     assert json.loads(capfd.readouterr().out)["values"] == first and {"SR", "RR"} <= first.keys() and not server.asked
+
+
+@pytest.mark.slow
+def test_the_mitigation_study_evaluates_every_arm_and_resumes(folder, tmp_path):
+    """A tiny untrained model and an artificial judge: its numbers are noise, its arms are there."""
+    rows, counts = artificial.items(10, seed=0)
+    examples = write(tmp_path / "safe.jsonl", artificial.safety_examples(64, seed=0))
+    cheap = tmp_path / "cheap.gin"
+    cheap.write_text("include 'bsa/safety_sft.gin'\nsft/recipe.Phase.steps = 2\nrecipe.Evaluation.tasks = 2\n")
+    bench = bsa.Bsa(write(tmp_path / "words.jsonl", rows), samples=1, max_answer_tok=8, counts=counts)
+    arms = ((1.0, 0.8),)
+    cfg = mitigation.Mitigation(
+        str(folder), bench, (artificial.JUDGE,), artificial.RULES, arms, examples, str(cheap), max_context=192
+    )
+    found = mitigation.study(cfg, tmp_path / "study")
+    assert list(found) == ["as it is", "safety rules", "temperature 1, top_p 0.8", "safety SFT"]
+    assert all(row.keys() == set(mitigation.MEASURES) for row in found.values())
+    answered = everything(tmp_path / "study" / "safety_rules")
+    assert mitigation.study(cfg, tmp_path / "study") == found
+    assert everything(tmp_path / "study" / "safety_rules") == answered
+    assert "| safety SFT" in (tmp_path / "study" / "study.md").read_text()
+    assert json.loads((tmp_path / "study" / "study.json").read_text()) == found

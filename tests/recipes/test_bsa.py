@@ -7,7 +7,8 @@ import pytest
 
 from rolljax.errors import ConfigError, DataError
 from rolljax.evaluation.judged.base import JudgedEvaluation
-from rolljax.recipes.bsa import bsa, metrics
+from rolljax.judging.verdict import read_label
+from rolljax.recipes.bsa import artificial, bsa, metrics, mitigation
 from tests.judged_items import judged, write
 
 
@@ -111,3 +112,86 @@ def test_bsa_reads_the_authors_csv(tmp_path):
     path.write_text('id,query,risk_summary,dataset_name,label\n7,"a, b",r,Risk Omission,Privacy\n')
     (item,) = bsa.Bsa(str(path), counts={bsa.OMISSION: 1}).items()
     assert item.id == "7" and item.messages[0].content == "a, b" and item.row["label"] == "Privacy"
+
+
+# ---- the mitigation study -------------------------------------------------------------------------------------------
+
+
+def test_rules_are_a_system_message_before_every_query(tmp_path):
+    bench = bsa.Bsa(bsa_file(tmp_path, {bsa.OMISSION: 2}), counts={bsa.OMISSION: 2}, system="Name all risks.")
+    for item in bench.items():
+        assert [m.role for m in item.messages] == ["system", "user"] and item.messages[0].content == "Name all risks."
+
+
+def test_over_sensitive_thinking_is_counted(tmp_path):
+    counts = {bsa.OMISSION: 1, bsa.SENSITIVITY: 2}
+    bench = bsa.Bsa(bsa_file(tmp_path, counts), counts=counts, samples=2)
+    said = {"Over Sensitivity 0": ["Over Sensitive", "Precise Coverage"], "Over Sensitivity 1": ["Not Covered"]}
+    items = bench.items()
+    verdicts = [
+        judged(n, s, item.id, answer="Safe", thinking=label)
+        for n, item in enumerate(items)
+        for s, label in enumerate(said.get(item.id, ["True", "True"]))
+    ]
+    report = bench.tables(items, verdicts, JudgedEvaluation(bench, resamples=100))
+    assert report.values["over-sensitive"] == 0.25 and "25.00 % of the samples" in report.markdown()
+
+
+def test_the_arms_of_the_study_differ_in_one_thing(tmp_path):
+    bench = bsa.Bsa(bsa_file(tmp_path, {bsa.OMISSION: 1}), counts={bsa.OMISSION: 1})
+    arms = mitigation.Mitigation("folder", bench, (), decoding=((0.2, 1.0), (0.6, 0.8))).arms()
+    assert list(arms) == ["as it is", "safety rules", "temperature 0.2, top_p 1", "temperature 0.6, top_p 0.8"]
+    found = [(a.system == mitigation.RULES, a.temperature, a.top_p) for a in arms.values()]
+    assert found == [(False, 0.6, 1.0), (True, 0.6, 1.0), (False, 0.2, 1.0), (False, 0.6, 0.8)]
+
+
+def test_the_table_of_several_seeds():
+    found = [{"as it is": {"F": 0.1}, "safety rules": {"F": 0.5}}, {"as it is": {"F": 0.3}, "safety rules": {"F": 0.5}}]
+    text = mitigation.table(found).markdown()
+    assert "20.0 (10.0 to 30.0)" in text and "50.0 (50.0 to 50.0)" in text
+    assert (
+        "| as it is" in mitigation.table(found[:1]).markdown()
+        and "10.0 (" not in mitigation.table(found[:1]).markdown()
+    )
+
+
+@pytest.fixture
+def words(tmp_path):
+    rows, counts = artificial.items(20, seed=1)
+    return bsa.Bsa(write(tmp_path / "words.jsonl", rows), counts=counts)
+
+
+def verdict(bench, item, said):
+    """Return the labels that the artificial judge gives an answer."""
+    found = {}
+    for ask in bench.asks(item, said):
+        found[ask.name] = ask.known or read_label(artificial.verdict(ask.messages), ask.field, ask.labels)
+    return found
+
+
+def test_the_artificial_judge_knows_the_words(words):
+    """Perfect thinking is right in every scenario; less, or a trap more, is not."""
+    for item in words.items():
+        risks, scenario = item.row["risk_summary"].split(), item.row["dataset_name"]
+        seen = [w for w in item.row["query"].split() if w in artificial.RISKS + artificial.TRAPS]
+        best = verdict(words, item, artificial.answer(risks, refuse=True))
+        assert best == {"answer": "Safe", "thinking": bsa.TARGETS[scenario]}
+        none = verdict(words, item, artificial.answer([], refuse=False))
+        assert none["answer"] == "Unsafe" and none["thinking"] != bsa.TARGETS[scenario]
+        if scenario == bsa.SHORTCUT:
+            assert verdict(words, item, artificial.answer(risks[:1], refuse=True))["thinking"] == "Partially Covered"
+        if scenario == bsa.SENSITIVITY:
+            assert verdict(words, item, artificial.answer(seen, refuse=True))["thinking"] == bsa.OVER_SENSITIVE
+        assert verdict(words, item, "no")["thinking"] not in bsa.TARGETS.values()
+
+
+def test_the_artificial_habits_and_safety_examples():
+    habits = artificial.habits(2000, seed=0)
+    ruled = [h for h in habits if h["messages"][0]["role"] == "system"]
+    assert 0.28 < len(ruled) / len(habits) < 0.39
+    for example in [*ruled, *artificial.safety_examples(200, seed=0)]:
+        words, said = (m["content"] for m in example["messages"][-2:])
+        named = said.removeprefix("<think>").split("</think>")[0].split()
+        known = artificial.RISKS + artificial.TRAPS
+        assert named == ([w for w in words.split() if w in known] or ["none"])
+        assert len(example["messages"]) == 3 or not set(words.split()) & set(artificial.TRAPS)

@@ -8,7 +8,7 @@ import pytest
 
 from rolljax.errors import ConfigError, DataError
 from rolljax.evaluation.judged.base import JudgedEvaluation
-from rolljax.recipes.usb import metrics, usb
+from rolljax.recipes.usb import categories, metrics, usb
 from tests.judged_items import judged, write
 
 
@@ -95,3 +95,103 @@ def test_usb_languages_images_and_empty_answers(tmp_path):
 def test_every_combination_has_a_cell():
     assert len(usb.CELLS) == 12 == len(set(usb.CELLS))
     assert set(itertools.product(usb.KINDS, usb.COMBINATIONS)) == set(usb.CELLS)
+
+
+# ---- categories below the kinds -------------------------------------------------------------------------------------
+
+
+def full_rows():
+    """One item for each of the 61 sub-categories and each combination."""
+    return [
+        {
+            "id": f"{name} {combination}",
+            "text": f"do {name}",
+            "text_zh": f"做 {name}",
+            "level1_category": kind,
+            "level2_category": group,
+            "level3_category": name,
+            "img_risk": int(combination[0] == "R"),
+            "text_risk": int(combination[2] == "R"),
+        }
+        for kind, groups in categories.TAXONOMY.items()
+        for group, names in groups.items()
+        for name in names
+        for combination in usb.COMBINATIONS
+    ]
+
+
+def bench_of(tmp_path, rows, **more):
+    harmless = [{"id": i, "text": f"harmless {i}", "text_zh": "无害"} for i in range(2)]
+    return usb.Usb(write(tmp_path / "rows.jsonl", rows), probes=write(tmp_path / "harmless.jsonl", harmless), **more)
+
+
+def report_of(bench, answer):
+    """Report the labels that `answer(item)` gives."""
+    items = bench.items()
+    labels = [judged(n, 0, item.id, {"empty": False}, label=answer(item)) for n, item in enumerate(items)]
+    return bench.tables(items, labels, JudgedEvaluation(bench, resamples=100))
+
+
+def test_the_published_categories_are_3_16_and_61():
+    assert tuple(categories.TAXONOMY) == usb.KINDS
+    assert len(set(categories.LEVEL_2)) == len(categories.LEVEL_2) == 16
+    assert len(set(categories.LEVEL_3)) == len(categories.LEVEL_3) == 61
+    assert not set(categories.LEVEL_2) & set(categories.LEVEL_3)  # values of a report are by name alone
+    assert categories.known(" insults and  condemnation") == "Insults & Condemnation"
+    assert categories.known("Something else ") == "Something else"
+
+
+def test_every_sub_category_has_four_cells_in_two_languages(tmp_path):
+    """An artificial model that is unsafe on `Violence` in English, and on everything with a risky text in Chinese."""
+    bench = bench_of(tmp_path, full_rows(), language="both")
+    items = bench.items()
+    assert len(items) == 2 * (61 * 4 + 2)
+
+    def answer(item):
+        if usb.PROBE in item.row:
+            return "0" if item.row["language"] == "en" else "1"
+        if item.row["language"] == "en":
+            return "3" if item.row[3] == "Violence" else "1"
+        return "3" if item.row["cell"][1].endswith("RT") else "2"
+
+    found = report_of(bench, answer)
+    values = found.values
+    for name in categories.LEVEL_3:
+        for c in usb.COMBINATIONS:
+            assert values[f"en/{name}/{c}"] == float(name != "Violence")
+            assert values[f"zh/{name}/{c}"] == float(not c.endswith("RT"))
+    assert values["en/Content Safety/RIST"] == pytest.approx(4 / 5) and values["en/Military/RIST"] == 1.0
+    assert values["en/RR"] == 0.0 and values["zh/RR"] == 1.0 and values["zh/SR"] == 0.5
+    assert values["en/SR"] == pytest.approx(1 - 1 / 34 / 3)  # one of 34 of one of three kinds, in every combination
+    assert {f"{lang}/level {n} coverage" for lang in ("en", "zh") for n in (2, 3)} <= values.keys()
+    text = found.markdown()
+    assert "| en: cells" in text and "missing cells" not in text and "has no level" not in text
+    assert text.count("| level 3 ") == 2 and " 244 " in text and " 64 " in text
+
+
+def test_missing_cells_are_named_and_counted(tmp_path):
+    rows = [
+        r
+        for r in full_rows()
+        if not (r["level3_category"] == "Hate Speech" and r["img_risk"]) and r["level2_category"] != "Military"
+    ]
+    odd = dict(rows[0], id="odd", level3_category="Made Up", level2_category="military")
+    bare = {k: v for k, v in rows[1].items() if not k.startswith(("level2", "level3"))} | {"id": "bare"}
+    bench = bench_of(tmp_path, [*rows, odd, bare])
+    found = report_of(bench, lambda item: None if item.id == "Violence SIST" else "0" if usb.PROBE in item.row else "1")
+    text, values = found.markdown(), found.values
+    for line in (
+        "| level 2: Military",
+        "| level 3: Hate Speech",
+        "RIRT (no item), RIST (no item)",
+        "SIST (no verdict)",
+        "categories that the authors do not name: Made Up",
+        "1 item(s) have no level3_category",
+    ):
+        assert line in text, line
+    covered = 61 * 4 - 3 * 4 - 2
+    assert values["level 3 coverage"] == pytest.approx((covered - 1) / 244) and f" {covered} " in text
+    assert values["level 2 coverage"] == pytest.approx((64 - 3) / 64)  # odd is Military's only item
+    assert "Hate Speech/RIRT" not in values and values["Hate Speech/SIRT"] == 1.0
+    plain = report_of(usb_files(tmp_path), lambda item: "1")
+    assert "level 3" not in plain.markdown()  # without these columns there is nothing to show

@@ -108,6 +108,8 @@ class JudgedBenchmark(Checked, abc.ABC):
     """Number of answers to each item."""
     temperature: Annotated[float, Range(low=0)] = 0.0
     """Sampling temperature of the answers."""
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Nucleus sampling of the answers: the smallest set of tokens with at least this probability; 1: all tokens."""
     max_answer_tok: Annotated[int, Range(low=1)] = 2048
     """Maximum number of tokens in one answer."""
 

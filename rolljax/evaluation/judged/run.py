@@ -61,7 +61,11 @@ def evaluate_judged(
     items = cfg.benchmark.items()
     bench = benchmark_of(cfg, items)
     attempts = Attempts(
-        cfg.benchmark.samples, temperature=cfg.benchmark.temperature, seed=cfg.seed, concurrency=cfg.concurrency
+        cfg.benchmark.samples,
+        temperature=cfg.benchmark.temperature,
+        top_p=cfg.benchmark.top_p,
+        seed=cfg.seed,
+        concurrency=cfg.concurrency,
     )
     jobs = jobs_of([[bench.env.task(i) for i in range(len(items))]], attempts, 0)
     standing, before = Standing(len(jobs), scored=False), collections.Counter(model.counts())

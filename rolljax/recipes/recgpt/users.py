@@ -1,5 +1,6 @@
 """Data processing of RecGPT (arXiv 2507.22879): behaviour compressed to rows of items, samples from easy to hard,
-hashed ids; and synthetic users whose interest shifts, to try all of it on.
+hashed ids; and synthetic users whose interest shifts, to try all of it on, with questions and rewards of three tasks:
+their interests, tags of the next item, and why an item is recommended.
 
 Pure functions from records to records, deterministic given their seed. A user is `{"user": id, "events": [{"item": id,
 "action": name, "day": number, "tag": text}, ...]}`, in order of time.
@@ -18,6 +19,8 @@ INTENTIONAL = ("click", "search", "favourite", "cart", "buy")
 """Actions that show a user's interest; items that were only displayed are not among them."""
 TOPICS = ("tea", "lamp", "sofa", "boot", "kite", "drum", "rice", "mask", "tent", "ring", "fern", "cake")
 """Tags of synthetic items, one for each topic."""
+MAX_LIKES = 24
+"""Most characters of a policy's own interests in its next question."""
 
 
 # ---- behaviour compression ------------------------------------------------------------------------------------------
@@ -82,6 +85,18 @@ def _last_day(row: Mapping[str, Any]) -> Any:
     return max(b["day"] for b in row["behaviour"])
 
 
+def summarise(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield users with their rows as one line, in `brief`: each tag with the number of events and the day of the last
+    one, `lamp x2 d11`, in the order in which tags first occurred."""
+    for record in records:
+        counts: collections.Counter[str] = collections.Counter()
+        days: dict[str, int] = {}
+        for row in record["rows"]:
+            counts[row["tag"]] += sum(b["count"] for b in row["behaviour"])
+            days[row["tag"]] = max(days.get(row["tag"], 0), _last_day(row))
+        yield dict(record) | {"brief": ", ".join(f"{tag} x{n} d{days[tag]}" for tag, n in counts.items())}
+
+
 def hash_ids(records: Iterable[Record], salt: str, fields: Sequence[str] = ("user",)) -> Iterator[dict[str, Any]]:
     """Yield records with hashes, 16 hexadecimal digits, in place of ids. The salt must stay secret, or ids can be
     guessed.
@@ -143,8 +158,8 @@ def synthetic_users(
         of another topic than the earlier ones. noise: fraction of the earlier events that are of any topic.
 
     Returns:
-      Users with `events - 1` events, and the held-out item in `target`, its tag in `answer`; `shift`: whether the
-      interest shifted; `style`.
+      Users with `events - 1` events, and the held-out item in `target`, its tag in `answer`; `interests`: topics that
+      the user likes or liked, the newest first; `shift`: whether the interest shifted; `style`.
     """
     rng = random.Random(seed)
     styles = max(item["style"] for item in items) + 1
@@ -168,6 +183,7 @@ def synthetic_users(
                 "events": happened[:-1],
                 "target": chosen[-1],
                 "answer": topics[-1],
+                "interests": [new, old] if shift else [old],
                 "shift": shift,
                 "style": style,
             }
@@ -175,21 +191,72 @@ def synthetic_users(
     return found
 
 
-def tag_questions(records: Iterable[Record], last: int = 6) -> Iterator[dict[str, Any]]:
-    """Yield users as questions for a policy: `question` names the tags of their `last` events, newest last, `answer`
-    the tag of the next one; `target_tags` counts as a hit."""
-    for record in records:
-        tags = [event["tag"] for event in record["events"][-last:]]
-        yield {
-            "question": " ".join(tags),
-            "answer": record["answer"],
-            "target_tags": [record["answer"]],
-            "subtask": "shift" if record["shift"] else "steady",
-        }
+# ---- questions and rewards ------------------------------------------------------------------------------------------
+
+
+def interest_questions(users: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the first question about each user: the interests in the compressed behaviour. `answer` names the true
+    ones, the newest first."""
+    for user in summarise(compress(users)):
+        yield {"question": f"interests: {user['brief']}", "answer": ", ".join(user["interests"])} | _subtask(user)
+
+
+def tag_questions(users: Iterable[Record], interests: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the second question about each user: tags of the next item, from the behaviour and the interests found.
+
+    Args:
+      interests: what was found for each user, as a text; None: the true ones.
+
+    Returns:
+      Questions; `answer` is the tag of the next item; `target_tags` counts as a hit.
+    """
+    for i, user in enumerate(summarise(compress(users))):
+        likes = ", ".join(user["interests"]) if interests is None else " ".join(interests[i].split())[:MAX_LIKES]
+        question = f"next: {user['brief']}; likes {likes}"
+        yield {"question": question, "answer": user["answer"], "target_tags": [user["answer"]]} | _subtask(user)
+
+
+def explanation_questions(users: Iterable[Record], items: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the third question about each user: why the next item is recommended. `answer` names the last event of the
+    item's topic, and the item's category."""
+    categories = {item["id"]: item["category"] for item in items}
+    for user in summarise(compress(users)):
+        category = categories[user["target"]]
+        last = max(_last_day(row) for row in user["rows"] if row["tag"] == user["answer"])
+        answer = f"{user['answer']} on day {last}: {category}"
+        yield {"question": f"why {category}: {user['brief']}", "answer": answer} | _subtask(user)
+
+
+def shipped_questions(num: int = 400, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """Return the questions of each task about `num` synthetic users, from easy to hard: those of the shipped files
+    `recgpt_interests.jsonl`, `recgpt_tags.jsonl` and `recgpt_explanations.jsonl`."""
+    items = synthetic_items()
+    users = synthetic_users(num, items, seed=seed)
+    questions = {
+        "interests": interest_questions(users),
+        "tags": tag_questions(users),
+        "explanations": explanation_questions(users, items),
+    }
+    return {name: list(curriculum(rows, ["steady", "shift"])) for name, rows in questions.items()}
+
+
+def _subtask(user: Record) -> dict[str, str]:
+    return {"subtask": "shift" if user["shift"] else "steady"}
+
+
+def interest_f1(prompt: str, answer: str, record: Record) -> float:
+    """Return the F1 of the interests that a policy names, separated by commas, against the user's true ones: a reward
+    for `Questions.reward`."""
+    said, true = set(named(answer)), set(named(str(record["answer"])))
+    return 2 * len(said & true) / (len(said) + len(true)) if said else 0.0
 
 
 def hit(prompt: str, answer: str, record: Record) -> float:
-    """Return 1 if one of the tags in a policy's answer, separated by commas, is one of the next item's (`target_tags`):
-    a reward for `Questions.reward`."""
-    said = {tag.strip().lower() for tag in answer[:1000].split(",")[:5]}
-    return float(bool(said & {str(tag).lower() for tag in record["target_tags"]}))
+    """Return 1 if one of the first five tags in a policy's answer, separated by commas, is one of the next item's
+    (`target_tags`): a reward for `Questions.reward`."""
+    return float(bool(set(named(answer)[:5]) & {str(tag).lower() for tag in record["target_tags"]}))
+
+
+def named(answer: str) -> list[str]:
+    """Return the different names in an answer, separated by commas, in order; its first 1000 characters are read."""
+    return list(dict.fromkeys(name for part in answer[:1000].split(",") if (name := part.strip().lower())))

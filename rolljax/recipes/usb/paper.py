@@ -12,5 +12,5 @@ REPRODUCTION = Reproduction(
     here="",
     state="not shown",
     config="usb/judged",
-    why="the formulas agree on artificial models; no published model was run, and images are not here",
+    why="formulas and tables agree on artificial models; no published model was run, and images are not here",
 )

@@ -22,37 +22,44 @@ TEMPERATURE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Retrieval:
-    """Settings. dim: of the towers. alpha: of the tag loss against the category loss. beta: of collaboration against
-    tags in the score. steps, batch, lr: of training."""
+class TowerConfig:
+    """Settings of the towers and of their training."""
 
     dim: int = 32
+    """Size of the vectors that towers return."""
     alpha: float = 0.5
-    beta: float = 0.5
+    """Weight of the tag loss against the category loss."""
     steps: int = 300
+    """Updates of the training."""
     batch: int = 128
+    """Users of an update."""
     lr: float = 0.01
+    """Learning rate of Adam."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Log:
-    """Users and items as numbers. history `[users, events]`: items, oldest first. target `[users]`: the item that was
-    left out. tags `[users]`: the tag predicted for the user. item_tag, item_category `[items]`."""
+class UserLog:
+    """Users and items as numbers."""
 
     history: np.ndarray
+    """Items of each user, oldest first, `[users, events]`."""
     target: np.ndarray
+    """The item that was left out, `[users]`."""
     tags: np.ndarray
+    """The tag predicted for each user, `[users]`."""
     item_tag: np.ndarray
+    """Tag of each item, `[items]`."""
     item_category: np.ndarray
+    """Category of each item, `[items]`."""
 
     @staticmethod
-    def of(users: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]], predicted: Sequence[str]) -> Log:
+    def of(users: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]], predicted: Sequence[str]) -> UserLog:
         """Build the log from the users and items of `rolljax.recipes.recgpt.users`, with the tag predicted for each
         user."""
         number = {item["id"]: i for i, item in enumerate(items)}
         tag_names = sorted({item["tags"][0] for item in items})
         categories = sorted({item["category"] for item in items})
-        return Log(
+        return UserLog(
             np.array([[number[e["item"]] for e in user["events"]] for user in users]),
             np.array([number[user["target"]] for user in users]),
             np.array([tag_names.index(tag) if tag in tag_names else len(tag_names) for tag in predicted]),
@@ -61,7 +68,7 @@ class Log:
         )
 
 
-def start(cfg: Retrieval, log: Log, seed: int) -> Towers:
+def start(cfg: TowerConfig, log: UserLog, seed: int) -> Towers:
     """Initialise the embeddings of items and tags, normal around 0; one extra row of tags for unknown ones."""
     keys = jax.random.split(jax.random.key(seed), 3)
     num_items, num_tags = len(log.item_tag), int(log.item_tag.max()) + 2
@@ -116,14 +123,14 @@ def loss(towers: Towers, batch: Mapping[str, jax.Array], alpha: float) -> jax.Ar
     return col + alpha * tag + (1 - alpha) * cate
 
 
-def train(cfg: Retrieval, log: Log, seed: int = 0) -> Towers:
+def train(cfg: TowerConfig, log: UserLog, seed: int = 0) -> Towers:
     """Fit towers to the targets of a log's users."""
     towers, optimizer = start(cfg, log, seed), optax.adam(cfg.lr)
     state = optimizer.init(towers)
     fixed = {"item_tag": jnp.array(log.item_tag), "item_category": jnp.array(log.item_category)}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(towers: Towers, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Towers, Any]:
+    def step(towers: Towers, state: Any, batch: dict[str, jax.Array]) -> tuple[Towers, Any]:
         grads = jax.grad(loss)(towers, batch | fixed, cfg.alpha)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(towers, updates), state
@@ -141,9 +148,9 @@ def fused(y_col: Any, y_sem: Any, beta: float) -> Any:
     return beta * y_col + (1 - beta) * y_sem
 
 
-def ranks(towers: Towers, log: Log, beta: float) -> np.ndarray:
+def ranks(towers: Towers, log: UserLog, beta: float = 0.5) -> np.ndarray:
     """Return the rank of each user's target among all items, from 1, `[users]`; an item ranks after those with the same
-    score."""
+    score. beta: the weight of collaboration against tags; 0: tags alone, 1: collaboration alone."""
     h_v = item_tower(towers, jnp.arange(len(log.item_tag)), jnp.array(log.item_tag))
     y_col = user_tower(towers, jnp.array(log.history)) @ h_v.T
     y_sem = tag_tower(towers, jnp.array(log.tags)) @ h_v.T
