@@ -23,11 +23,11 @@ def shipped(name):
 
 
 def test_the_shipped_tasks_are_those_of_the_code():
-    learned, held_out = tasks()
-    assert shipped("thinking_sums.jsonl") == learned and shipped("held_out_sums.jsonl") == held_out
-    assert not {r["question"] for r in learned} & {r["question"] for r in held_out}
-    assert all(right("", r["answer"], r) for r in learned)
-    assert sum(helpful(r, r["answer"]) for r in learned) == len(learned) / 2
+    training, held_out = tasks()
+    assert shipped("thinking_sums.jsonl") == training and shipped("held_out_sums.jsonl") == held_out
+    assert not {r["question"] for r in training} & {r["question"] for r in held_out}
+    assert all(right("", r["answer"], r) for r in training)
+    assert sum(helpful(r, r["answer"]) for r in training) == len(training) / 2
 
 
 def test_the_shipped_answers_are_right_and_helpful():

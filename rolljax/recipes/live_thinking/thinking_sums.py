@@ -29,8 +29,8 @@ def tasks(seed: int = 0) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, A
     numbers = range(LARGEST + 1)
     found = [(a, b, unit) for a in numbers for b in numbers for unit in UNITS]
     rng.shuffle(found)
-    learned = [_row(rng, *task, closes) for task in found[HELD_OUT:] for closes in (True, False)]
-    return learned, [_row(rng, *task, True) for task in found[:HELD_OUT]]
+    training = [_row(rng, *task, closes) for task in found[HELD_OUT:] for closes in (True, False)]
+    return training, [_row(rng, *task, True) for task in found[:HELD_OUT]]
 
 
 def _row(rng: random.Random, a: int, b: int, unit: str, closes: bool) -> dict[str, Any]:
