@@ -1,6 +1,6 @@
 """LiveThinking on sums, every part of it: what rejection tuning and RL with a length band each do for a small student.
 
-    # a quarter of an hour on two cores
+    # twenty minutes of one core
     python benchmarks/live_thinking.py --figure rolljax/recipes/live_thinking/live_thinking.png [--seeds 3]
 
 For each seed a teacher (`live_thinking_teacher.gin`) answers every task eight times. One student imitates its first
@@ -30,7 +30,7 @@ from rolljax.data.base import Record
 from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
-from rolljax.recipes.live_thinking.thinking_sums import helpful, right, right_and_helpful
+from rolljax.recipes.live_thinking.thinking_sums import helpful, right
 from rolljax.sampler.settings import SamplerConfig
 
 RECIPE = ROOT / "rolljax" / "recipes" / "live_thinking"
@@ -111,7 +111,7 @@ def read(path: Path) -> list[Record]:
 
 def measured(run: Path) -> Measured:
     """Answer the held-out tasks four times with the result of a run."""
-    stage = SampleAttempts(k=4, max_tok=128, key="question", prompt="{question}", score=right_and_helpful)
+    stage = SampleAttempts(k=4, max_tok=128, key="question", prompt="{question}", answer_key="sum")
     asked = pipeline.Pipeline((stage,), LocalModel(str(run), SAMPLER), concurrency=128)
     pipeline.run(asked, str(RECIPE / "held_out_sums.jsonl"), run / "held_out")
     tried = [(r, a) for r in read(run / "held_out" / "data.jsonl") for a in r["attempts"]]
