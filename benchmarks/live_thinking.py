@@ -87,9 +87,11 @@ def arms(folder: Path, seed: int) -> dict[str, Measured]:
     any_of_them = ("RejectionSampling.min_reward = 0.0", "RejectionSampling.prefer = 'first'")
     rows = {"base": data(made, folder / "first", only, *any_of_them), "RFT": data(made, folder / "kept", only)}
     print(f"seed {seed}: {len(read(made))} tasks, {len(read(rows['RFT']))} with an answer that is kept", flush=True)
+    # base imitates wrong answers on purpose, which a run refuses unless they count as solved
+    unfiltered = ("Questions.solved_at = 0.0", "Questions.bad_rows = 'skip'")
     for name, path in rows.items():
-        settings = (own, "Recipe.phases = [@rft/Phase()]", f"Questions.path = '{path}'", "Questions.bad_rows = 'skip'")
-        found[name] = measured(train("live_thinking", folder / name, *settings))
+        settings = (own, "Recipe.phases = [@rft/Phase()]", f"Questions.path = '{path}'")
+        found[name] = measured(train("live_thinking", folder / name, *settings, *(unfiltered * (name == "base"))))
     for name, start in (("RL only", "base"), ("RFT + RL", "RFT")):
         settings = (f"Recipe.model = '{folder / start / 'hf'}'", f"Questions.path = '{rows['RFT']}'")
         found[name] = measured(train("live_thinking", folder / name, own, "Recipe.phases = [@rl/Phase()]", *settings))
