@@ -103,7 +103,7 @@ PARTS = """
 2507.22879 | RecGPT | interests, tags fused with retrieval, explanations | `RecGpt`, `ExplanationJudge` | recgpt | recgpt
 2509.19128 | PipelineRL | requests that continue while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching; simulated: stream training | `Phase.tail_batching`, `StreamTraining` | |
-2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking
+2510.07685 | LiveThinking | rejection tuning; a band of lengths | `LengthBand` | live_thinking | live_thinking
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
 2512.17206 | Reasoning Palette | latent prefixes of prompts | `Phase.guidance`, `Recipe.prefixes` | palette | palette
 2512.22560 | RollArt | kinds of samplers; simulated: serverless rewards | `AffinityConfig`, `RewardTimings` | |

@@ -1,7 +1,7 @@
 """Measure how often a policy solves a task: sample or read its attempts, and compute the task's difficulty from them.
 
 Attempts come from a model (`SampleAttempts`), or from the rollouts that a run wrote (`FromRollouts`). They are in the
-record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
+record's column `attempts`, a list of `{"text": ..., "reward": ..., "num_tok": ...}`; `Difficulty` sums them up.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class SampleAttempts(AskingStage):
             how = Asking(self.temperature, self.max_tok, seed_of(place.seed, address, i))
             answer = await place.asker.ask(said, how)
             reward = await asyncio.to_thread(self.reward, record, answer.text)
-            return {"text": answer.text, "reward": reward, "finish_reason": answer.finish_reason}
+            how_long = {"num_tok": answer.num_tok, "finish_reason": answer.finish_reason}
+            return {"text": answer.text, "reward": reward, **how_long}
 
         if not self.until_success:
             return list(await asyncio.gather(*map(attempt, range(self.k))))
@@ -141,7 +142,8 @@ class FromRollouts(Stage):
             for t in (t for path in self.files() for t in read_trajectories(path) if not t.lost):
                 places.setdefault(fingerprint(t.task.content), array.array("q")).append(file.tell())
                 reward = float(t.success) if self.solved else t.reward
-                file.write(line_of({"text": t.turns[-1].text if t.turns else "", "reward": reward}))
+                text, tokens = (t.turns[-1].text, t.turns[-1].tokens) if t.turns else ("", ())
+                file.write(line_of({"text": text, "reward": reward, "num_tok": len(tokens)}))
             for record in source:
                 found = places.get(fingerprint(self._content(record)))
                 if found is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from rolljax.data.attempts import ATTEMPTS, attempts_of
 from rolljax.data.base import Place, Record, RecordSource, Stage
 from rolljax.data.texts import normalised, similarity
 from rolljax.envs.data import answers
-from rolljax.errors import Checked, Range
+from rolljax.errors import Checked, DataError, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,20 @@ class RejectionSampling(Checked, Stage):
     similarity: Annotated[float, Range(above=0, high=1)] = 0.9
     """Similarity of texts (by edit distance) above which an attempt is left out, if it has the same final answer, in
     any notation, as a kept attempt."""
+    prefer: Literal["first", "shortest"] = "first"
+    """The order in which attempts are kept, up to `cap`: as they were made, or by their characters."""
     answer_key: str = "answer"
     """The column that the text is written to."""
+    tok_key: str = ""
+    """The column that the number of the attempt's tokens is written to, such as `LengthBand.ref_key`; empty: none."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             attempts = attempts_of(record)
-            good = [a["text"] for a in attempts if a["reward"] >= self.min_reward]
-            kept = distinct(good, self.similarity, self.cap)
+            good = [a for a in attempts if a["reward"] >= self.min_reward]
+            if self.prefer == "shortest":
+                good.sort(key=lambda a: len(a["text"]))
+            kept = distinct([a["text"] for a in good], self.similarity, self.cap)
             place.count("attempts", len(attempts))
             place.count("attempts_good", len(good))
             place.count("attempts_kept", len(kept))
@@ -40,7 +46,18 @@ class RejectionSampling(Checked, Stage):
                 place.drop({k: v for k, v in record.items() if k != ATTEMPTS}, "no_good_attempt")
             base = {name: value for name, value in record.items() if name != ATTEMPTS}
             for text in kept:
-                yield {**base, self.answer_key: text}
+                attempt = next(a for a in good if a["text"] == text)
+                yield {**base, self.answer_key: text, **self._length(attempt)}
+
+    def _length(self, attempt: dict[str, Any]) -> dict[str, int]:
+        if not self.tok_key:
+            return {}
+        if not attempt.get("num_tok"):
+            raise DataError(
+                f"an attempt has no num_tok, which RejectionSampling.tok_key = {self.tok_key!r} asks for: "
+                f"{str(attempt)[:200]}"
+            )
+        return {self.tok_key: attempt["num_tok"]}
 
 
 def distinct(texts: Sequence[str], threshold: float, cap: int) -> list[str]:

@@ -56,6 +56,21 @@ def test_rejection_sampling_keeps_what_is_right_and_differs(tmp_path):
         through(tmp_path, rejection.RejectionSampling(), records=[{"prompt": "x"}])
 
 
+def test_rejection_sampling_keeps_the_shortest_with_its_length(tmp_path):
+    """A model's attempts have the number of their tokens, which the length band refers to."""
+    thinking = iter(["3+4=7. " * n + f"\\boxed{{{7 if n != 1 else 8}}}" for n in (5, 1, 3, 4)])
+    sampled = attempts.SampleAttempts(k=4)
+    kept = rejection.RejectionSampling(prefer="shortest", cap=1, answer_key="solution", tok_key="ref_tok")
+    one = [{"prompt": "3+4?", "answer": "7"}]
+    rows, ledgers, _ = through(tmp_path, sampled, kept, records=one, rule=lambda *_: next(thinking), concurrency=1)
+    assert ledgers[1]["counts"] == {"attempts": 4, "attempts_good": 3, "attempts_kept": 1}
+    assert [(r["solution"], r["answer"]) for r in rows] == [("3+4=7. " * 3 + "\\boxed{7}", "7")]
+    assert rows[0]["ref_tok"] > 0
+    unknown = [{"prompt": "x", "attempts": [{"text": "x", "reward": 1}]}]
+    with pytest.raises(DataError, match="has no num_tok"):
+        through(tmp_path, kept, records=unknown)
+
+
 def test_a_judge_keeps_what_most_of_its_votes_accept(tmp_path):
     def rule(messages, rng):
         text = messages[-1]["content"]
