@@ -82,6 +82,11 @@ def _log_probs(params: Params, tokens_NT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logp, tokens_NT[..., None], -1)[..., 0]
 
 
+def _blocks(arrays: Sequence[jax.Array], size: int) -> jax.Array:
+    """Return one array: of array number i the rows `i * size` to `(i + 1) * size`."""
+    return jnp.concatenate([x[i * size : (i + 1) * size] for i, x in enumerate(arrays)])
+
+
 def _rewards(tokens: np.ndarray, secrets: np.ndarray) -> np.ndarray:
     """Return the rewards `[R, N]` of answers `[R, N, T]`."""
     right = plan_task.symbols(secrets)[:, None]
@@ -109,10 +114,7 @@ def train(algorithm: Algorithm, alphas: Sequence[int], rates: Sequence[float], s
             points.append(_rewards(newest, secrets).mean(1).reshape(shape))
         # past[-1 - alpha] is what the sampler has; before step alpha it is the start
         have = [past[max(-1 - alpha, -len(past))] for alpha in alphas]
-        cut = lambda i: lambda x: x[i * block : (i + 1) * block]  # noqa: E731
-        sampler = jax.tree.map(
-            lambda *x: jnp.concatenate(x), *(jax.tree.map(cut(i), old) for i, old in enumerate(have))
-        )
+        sampler = jax.tree.map(lambda *x: _blocks(x, block), *have)
         tokens, logp = (np.asarray(x) for x in plan_task.sample(LAYERS, sampler, keys))
         own = np.asarray(_log_probs(params, tokens)) if trainer else [None] * len(tokens)
         batches = []

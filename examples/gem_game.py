@@ -57,11 +57,10 @@ def main(steps=60, **settings):
         "max_answer_tok": 4,
         "pool": PoolConfig(where="thread"),
     }
-    warm = rolljax.train(
-        rolljax.Recipe(GuessNumber(largest=10, max_turns=TURNS), (start,), **common), run_dir="runs/gem_start", **settings
-    )
+    scripted = GuessNumber(largest=10, max_turns=TURNS)
+    warm = rolljax.train(rolljax.Recipe(scripted, (start,), **common), run_dir="runs/gem_start", **settings)
     game = Gem("HigherLower", maker=f"{__name__}.make", max_turns=TURNS)
-    recipe = rolljax.Recipe(game, (learn,), **common | {"model": str(warm.folder / "hf")})
+    recipe = rolljax.Recipe(game, (learn,), **common | {"model": str(warm.path / "hf")})
     return rolljax.train(recipe, run_dir="runs/gem_game", **settings)
 
 

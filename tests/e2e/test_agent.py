@@ -239,9 +239,9 @@ def sampler(start_sampler):
 
 
 @contextlib.asynccontextmanager
-async def playing(program, spec, sampler, chat, pool=PoolConfig()):
+async def playing(program, spec, sampler, chat, pool=None):
     """Open the host and the pool of a program's episodes."""
-    host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(pool, spec)
+    host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(pool or PoolConfig(), spec)
     policy = SamplerPolicy(sampler, SamplingParams(0.9, ANSWER_TOK, chat.stop_ids), 5)
     try:
         yield AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
@@ -461,7 +461,7 @@ def log_errors():
 def play_inside(sampler, chat, log_errors):
     """Play an episode of a task at a terminal, by a program inside its sandbox that does one of `REST`."""
 
-    def run(rest, source=INSIDE, pool=PoolConfig(), **settings):
+    def run(rest, source=INSIDE, pool=None, **settings):
         env = {"REST": rest, "SOLUTION": log_errors.tasks()[0].solution}
         program = AgentProgram(("python", "-c", source, "{task}"), sandbox="task", env=env, **LIMITS | settings)
 

@@ -447,9 +447,9 @@ NEEDS_FILES = {
     "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
     "stagent",
-    "terminal_agent",
     "stagent_agent",
     "stagent_agent_sft",
+    "terminal_agent",
     "think_j_offline",
     "think_j_qwen3_8b",
 }  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py, test_terminal_bench.py and test_think_j.py, or by test_docs.py; files of pipelines
