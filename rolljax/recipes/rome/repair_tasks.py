@@ -105,10 +105,10 @@ def faults(source: str) -> list[str]:
         other: ast.AST | None = None
         if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARE:
             other = copy.deepcopy(node)
-            other.ops[0] = _COMPARE[type(node.ops[0])]()  # type: ignore[attr-defined]
+            other.ops[0] = _COMPARE[type(node.ops[0])]()
         elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             other = copy.deepcopy(node)
-            other.op = _ARITHMETIC[type(node.op)]()  # type: ignore[attr-defined]
+            other.op = _ARITHMETIC[type(node.op)]()
         elif isinstance(node, ast.Constant) and type(node.value) is int:
             other = ast.Constant(node.value + 1)
         if other is not None:
