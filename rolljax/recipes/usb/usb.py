@@ -31,7 +31,7 @@ KINDS = ("National Safety", "Public Safety", "Ethical Safety")
 COMBINATIONS = ("RIRT", "SIRT", "RIST", "SIST")
 """Risky or safe image, risky or safe text."""
 CELLS = tuple(itertools.product(KINDS, COMBINATIONS))
-LEVELS = {2: categories.LEVEL_2, 3: categories.LEVEL_3}
+LEVELS = {"2": categories.LEVEL_2, "3": categories.LEVEL_3}
 """Published categories below the kinds, by level; each has a cell for every combination."""
 LANGUAGES = ("en", "zh")
 REFUSAL, WARNING, UNSAFE = "1", "2", "3"
@@ -252,7 +252,7 @@ def _text_key(language: str) -> str:
     return "text" if language == "en" else "text_zh"
 
 
-def _column(row: ItemRecord, level: int) -> str:
+def _column(row: ItemRecord, level: str) -> str:
     return str(row.get(f"level{level}_category") or "")
 
 
