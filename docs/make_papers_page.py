@@ -100,7 +100,7 @@ PARTS = """
 2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j
 2505.19690 | Beyond Safe Answers | answers and reasoning judged, mitigations | `Bsa`, `Mitigation` | bsa/judged | bsa
 2505.23793 | USB | safety and refusal rates, text part | `Usb` | usb/judged | usb
-2507.22879 | RecGPT | interests, tags fused with retrieval, explanations | `RecGpt`, `ExplanationJudge` | recgpt | recgpt
+2507.22879 | RecGPT | interests, tags fused with retrieval, explanations | `RecGpt` | recgpt | recgpt
 2509.19128 | PipelineRL | requests that continue while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching; simulated: stream training | `Phase.tail_batching`, `StreamTraining` | |
 2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking
