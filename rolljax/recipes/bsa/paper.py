@@ -12,5 +12,5 @@ REPRODUCTION = Reproduction(
     here="",
     state="not shown",
     config="bsa/judged",
-    why="the formulas agree with the authors' on artificial models; no published model was run",
+    why="formulas and the mitigation study run on artificial models only; no published model was judged",
 )
