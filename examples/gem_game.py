@@ -44,7 +44,7 @@ def make(game):
 
 def main(steps=60, **settings):
     start = rolljax.Phase(
-        "start", Sft(), steps=60, prompts_per_step=32, temperature=0.7, optimizer=AdamW(lr=3e-3), eval_every=10,
+        "warm_start", Sft(), steps=60, prompts_per_step=32, temperature=0.7, optimizer=AdamW(lr=3e-3), eval_every=10,
         stop_at_reward=0.3,
     )  # fmt: skip
     learn = rolljax.Phase(

@@ -288,6 +288,13 @@ class Recipe:
         if not self.phases:
             raise ConfigError("is empty", setting="Recipe.phases", value=(), remedy="give at least one @Phase()")
         names = [p.name for p in self.phases]
+        if "start" in names:
+            raise ConfigError(
+                "is taken: records of a run use it for the evaluation before the first phase",
+                setting="Phase.name",
+                value="start",
+                remedy="such as 'warm_start'",
+            )
         if len(set(names)) < len(names):
             raise ConfigError(
                 "are not all different", setting="Phase.name", value=names, remedy="give each its own name"

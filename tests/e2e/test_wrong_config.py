@@ -69,6 +69,7 @@ TABLE = [
     ("heads do not divide", "qwen3.Qwen3Config.num_kv_heads = 3", [], ["broken.gin:10", "num_kv_heads"]),
     ("vocabulary too small", "qwen3.Qwen3Config.vocab_size = 100", [], ["broken.gin:10", "261"]),
     ("two phases of a name", "rl/recipe.Phase.name = 'warm_start'", [], ["broken.gin:10", "name"]),
+    ("a phase called start", "rl/recipe.Phase.name = 'start'", [], ["broken.gin:10", "is taken", "'warm_start'"]),
     ("no phases", "recipe.Recipe.phases = []", [], ["broken.gin:10", "phases"]),
     ("no such algorithm setting", "", ["rl/AdamW.learning_rate = 1"], ["learning_rate", "lr"]),
 ]

@@ -13,21 +13,7 @@ from rolljax.trainer.algorithms.base import AlgorithmState
 from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, PolicyGradient, turn_returns
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
-from rolljax.trainer.paper import Reproduction, Stated
-
-REPRODUCTION = Reproduction(
-    paper="2510.01051",
-    name="GEM",
-    claim="returns of turns with a discount, normalised over the batch",
-    there="baselines on 24 environments",
-    here="2.92 turns for a number of 10 with a discount of .9, 3.46 without",
-    state="partly",
-    seeds=3,
-    config="frozen_lake",
-    figure="docs/algorithms_bench.png",
-    why="one game, as a table; no language model on GEM's environments",
-)
-
+from rolljax.trainer.paper import Stated
 
 _GEM = "github.com/axon-rl/gem, examples/train_oat/train_oat.py"
 
