@@ -431,7 +431,7 @@ def bodies(num):
             yield path, texts[rng.integers(len(texts))].encode("utf-8", "surrogatepass"), {}
 
 
-@pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=pytest.mark.sweep)])
 def test_no_body_makes_the_server_fail(service, num):
     statuses = set()
     with httpx2.Client(base_url=f"{service.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60) as http:
@@ -507,7 +507,7 @@ def check_kills(service, undisturbed, moments):
     assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == before
 
 
-@pytest.mark.parametrize("moments", [{4}, pytest.param({0, 3, 7}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [{4}, pytest.param({0, 7}, marks=pytest.mark.slow)])
 def test_a_killed_service_goes_on_where_it_was(folder, undisturbed, tmp_path, moments):
     service = TrainingService(folder, tmp_path / "kept", "--max_context", "192", "--state_steps", "3", "--rank", "8")
     try:

@@ -80,6 +80,7 @@ def test_policies_learn_by_reward_beside_one_that_learns_by_preference(service, 
     assert wins[0] < 0.2 and np.mean(wins[-4:]) > 0.4, wins
 
 
+@pytest.mark.sweep
 def test_a_policy_learns_by_examples(service, example):
     client = service.client()
     policies = [service.policy(client, rank=16, seed=seed) for seed in SEEDS]
