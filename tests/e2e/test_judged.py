@@ -386,7 +386,10 @@ def test_the_mitigation_study_evaluates_every_arm_and_resumes(folder, tmp_path):
     rows, counts = artificial.items(10, seed=0)
     examples = write(tmp_path / "safe.jsonl", artificial.safety_examples(64, seed=0))
     cheap = tmp_path / "cheap.gin"
-    cheap.write_text("include 'bsa/safety_sft.gin'\nsft/recipe.Phase.steps = 2\nrecipe.Evaluation.tasks = 2\n")
+    cheap.write_text(
+        "from __gin__ import dynamic_registration\nfrom rolljax import recipe\ninclude 'bsa/safety_sft.gin'\n"
+        "sft/recipe.Phase.steps = 2\nrecipe.Evaluation.tasks = 2\n"
+    )
     bench = bsa.Bsa(write(tmp_path / "words.jsonl", rows), samples=1, max_answer_tok=8, counts=counts)
     arms = ((1.0, 0.8),)
     cfg = mitigation.Mitigation(
@@ -395,8 +398,8 @@ def test_the_mitigation_study_evaluates_every_arm_and_resumes(folder, tmp_path):
     found = mitigation.study(cfg, tmp_path / "study")
     assert list(found) == ["as it is", "safety rules", "temperature 1, top_p 0.8", "safety SFT"]
     assert all(row.keys() == set(mitigation.MEASURES) for row in found.values())
-    answered = everything(tmp_path / "study" / "safety_rules")
     assert mitigation.study(cfg, tmp_path / "study") == found
-    assert everything(tmp_path / "study" / "safety_rules") == answered
+    again = json.loads((tmp_path / "study" / "safety_rules" / "evaluation.json").read_text())
+    assert not again["results"]["counts"]  # nothing was asked again
     assert "| safety SFT" in (tmp_path / "study" / "study.md").read_text()
     assert json.loads((tmp_path / "study" / "study.json").read_text()) == found

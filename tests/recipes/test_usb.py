@@ -151,7 +151,7 @@ def test_every_sub_category_has_four_cells_in_two_languages(tmp_path):
         if usb.PROBE in item.row:
             return "0" if item.row["language"] == "en" else "1"
         if item.row["language"] == "en":
-            return "3" if item.row["3"] == "Violence" else "1"
+            return "3" if item.row["level 3"] == "Violence" else "1"
         return "3" if item.row["cell"][1].endswith("RT") else "2"
 
     found = report_of(bench, answer)

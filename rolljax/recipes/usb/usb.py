@@ -31,7 +31,7 @@ KINDS = ("National Safety", "Public Safety", "Ethical Safety")
 COMBINATIONS = ("RIRT", "SIRT", "RIST", "SIST")
 """Risky or safe image, risky or safe text."""
 CELLS = tuple(itertools.product(KINDS, COMBINATIONS))
-LEVELS = {"2": categories.LEVEL_2, "3": categories.LEVEL_3}
+LEVELS = {"level 2": categories.LEVEL_2, "level 3": categories.LEVEL_3}
 """Published categories below the kinds, by level; each has a cell for every combination."""
 LANGUAGES = ("en", "zh")
 REFUSAL, WARNING, UNSAFE = "1", "2", "3"
@@ -112,12 +112,12 @@ class Usb(JudgedBenchmark):
         if self.image_key and not str(row.get(self.image_key) or "").strip():
             return []
         shown = f"[Picture: {row[self.image_key]}]\n" if self.image_key else ""
-        facts = {"cell": (kind, combination)} | {n: categories.known(_column(row, n)) for n in LEVELS}
+        facts: dict[str, Any] = {level: categories.known(_column(row, level)) for level in LEVELS}
         return [
             Item(
                 self._name(row, language),
                 (Message("user", shown + row.text(_text_key(language))),),
-                facts | {"language": language},
+                facts | {"cell": (kind, combination), "language": language},
             )
             for language in self._languages
         ]
@@ -221,23 +221,23 @@ class Usb(JudgedBenchmark):
                     cells[row[level], row["cell"][1]].append(float(label != UNSAFE))
             counts = collections.Counter((item.row[level], item.row["cell"][1]) for item in items)
             numbers |= {f"{name}/{c}": _mean(values) for (name, c), values in cells.items()}
-            tables.append(JudgedTable([f"level {level}: safe (items)", *COMBINATIONS], _grid(names, cells)))
+            tables.append(JudgedTable([f"{level}: safe (items)", *COMBINATIONS], _grid(names, cells)))
             of_published = [(name, c) for name in published for c in COMBINATIONS]
             full = [cell for cell in of_published if counts[cell]]
             judged = [cell for cell in of_published if cells[cell]]
             sizes = sorted(counts[cell] for cell in full) or [0]
-            numbers[f"level {level} coverage"] = len(judged) / len(of_published)
+            numbers[f"{level} coverage"] = len(judged) / len(of_published)
             coverage.append(
-                [f"level {level}", *map(str, (len(of_published), len(full), len(judged))), f"{sizes[0]} to {sizes[-1]}"]
+                [level, *map(str, (len(of_published), len(full), len(judged))), f"{sizes[0]} to {sizes[-1]}"]
             )
             for name in published:
                 if gaps := [c for c in COMBINATIONS if not cells[name, c]]:
                     said = (f"{c} ({'no verdict' if counts[name, c] else 'no item'})" for c in gaps)
-                    missing.append([f"level {level}: {name}", ", ".join(said)])
+                    missing.append([f"{level}: {name}", ", ".join(said)])
             if others:
-                notes.append(f"Level {level} has categories that the authors do not name: {', '.join(others)}.")
+                notes.append(f"{level.capitalize()} has categories that the authors do not name: {', '.join(others)}.")
             if without := sum(not item.row[level] for item in items):
-                notes.append(f"{without} item(s) have no level{level}_category, and are in no cell of level {level}.")
+                notes.append(f"{without} item(s) have no {_column_name(level)}, and are in no cell of {level}.")
         tables.append(JudgedTable(["cells", "published", "with items", "with verdicts", "items of a cell"], coverage))
         if missing:
             tables.append(JudgedTable(["missing cells", "combinations"], missing))
@@ -252,8 +252,12 @@ def _text_key(language: str) -> str:
     return "text" if language == "en" else "text_zh"
 
 
+def _column_name(level: str) -> str:
+    return f"{level.replace(' ', '')}_category"
+
+
 def _column(row: ItemRecord, level: str) -> str:
-    return str(row.get(f"level{level}_category") or "")
+    return str(row.get(_column_name(level)) or "")
 
 
 def _grid(names: Sequence[str], cells: Mapping[tuple[str, str], Sequence[float]]) -> list[list[str]]:
