@@ -1,6 +1,6 @@
 """The mitigation study of Beyond Safe Answers on an artificial model of 115k parameters: a table for its README.
 
-    # six minutes on two cores
+    # about 6 CPU minutes
     python benchmarks/bsa.py --runs runs/bsa
 
 For each of three seeds a model learns the habits of `rolljax.recipes.bsa.artificial`, and the study

@@ -1,6 +1,6 @@
 """RecGPT in small: what alignment and self-training do to the answers of a policy, and what its tags do for retrieval.
 
-    # twelve minutes on two cores
+    # about 15 CPU minutes
     python benchmarks/recgpt.py --runs runs/recgpt --figure rolljax/recipes/recgpt/recgpt.png
 
 Three seeds of `rolljax.recipes.recgpt.self_training`: the policy of recgpt.gin after its reference answers (base) and
