@@ -14,5 +14,5 @@ REPRODUCTION = Reproduction(
     seeds=3,
     config="agent_ipa",
     figure="rolljax/recipes/rome/agent_ipa.png",
-    why="IPA is shown on a small task; the agent at its size is not",
+    why="IPA is shown on a small task; the agent at its size is not, and its data protocols only by their rules",
 )

@@ -7,9 +7,11 @@ from rolljax.trainer.paper import Reproduction
 REPRODUCTION = Reproduction(
     paper="",
     name="Terminal environments (blog, February 2026)",
-    claim="graders that a policy cannot fool",
-    there="about 40 % of the false positives removed",
-    here="no answer of tests/e2e/test_sandbox_hacks.py passes without being right",
+    claim="tasks that are cleaned first, and graders that a policy cannot fool",
+    there="about 40 % of early generated tasks were false positives",
+    here="of 40 tasks 10, 10 and 13 false positives before playing them, 4, 1 and 4 after; no right task lost",
     state="partly",
-    why="there is no count of false positives before and after, and no figure",
+    seeds=3,
+    config="terminal_bench/cli_agent",
+    why="the faults were planted, no model judged the tasks, and there is no picture",
 )
