@@ -14,5 +14,5 @@ REPRODUCTION = Reproduction(
     seeds=3,
     config="stagent",
     figure="rolljax/recipes/stagent/stagent.png",
-    why="the routing is shown; no agent was trained at the travel desk",
+    why="routing helps on tasks of known difficulty; an agent at the travel desk learns, but no better for it",
 )
