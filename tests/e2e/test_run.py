@@ -436,6 +436,7 @@ def test_a_run_stopped_before_its_first_checkpoint_says_so(tmp_path, capsys):
 
 
 NEEDS_FILES = {
+    "artificial",
     "cli_agent",
     "gsm8k_qwen3_0p6b",
     "dlcot",
@@ -446,6 +447,8 @@ NEEDS_FILES = {
     "reward_model_ppo_qwen3_0p6b",
     "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
+    "safety_sft",
+    "self_training",
     "stagent",
     "stagent_agent",
     "stagent_agent_sft",
