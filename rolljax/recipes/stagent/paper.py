@@ -14,5 +14,5 @@ REPRODUCTION = Reproduction(
     seeds=3,
     config="stagent",
     figure="rolljax/recipes/stagent/stagent.png",
-    why="routing helps on tasks of known difficulty; an agent at the travel desk learns, but no better for it",
+    why="of the cascade: at a small travel desk an agent goes from .54 to .68, held out, and RL alone comes as far",
 )
