@@ -5,7 +5,7 @@
 
 For each of three seeds a model learns the habits of `rolljax.recipes.bsa.artificial`, and the study
 (`rolljax.recipes.bsa.mitigation`) evaluates it in every arm, judged by a rule that knows the words.
-The words are invented and the habits are taught: this shows that the study finds what is there, and nothing about real
+The words are invented and the habits are taught: this shows that the study finds them, and nothing about real
 models.
 """
 

@@ -68,13 +68,13 @@ def runs(out: Path, name: str, seed: int) -> dict[str, Path]:
     short = name.split(":")[1].split("-")[0].lower()
     common = [*env, f"Recipe.seed = {seed}", "Recipe.save_every = 1000", "Recipe.rollouts_every = 1000"]
     start = train("gem", out / f"{short}-start-{seed}", *common, "Recipe.phases = [@warm_start/recipe.Phase()]")
-    begun = [f"Recipe.model = '{start / 'hf'}'", "Recipe.phases = [@rl/recipe.Phase()]"]
+    from_there = [f"Recipe.model = '{start / 'hf'}'", "Recipe.phases = [@rl/recipe.Phase()]"]
     return {
         algorithm: train(
             "gem",
             out / f"{short}-{algorithm.lower()}-{seed}",
             *common,
-            *begun,
+            *from_there,
             *(s.format(gamma=gamma) for s in settings),
         )
         for algorithm, settings in ALGORITHMS.items()

@@ -183,15 +183,14 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
     scale = np.zeros(mask.shape)
     scale[keep] = np.array(token_scales([mask[keep]], algorithm.aggregation, e.limit_tok)[0]).reshape(-1, LENGTH)
     behind = lambda x: np.pad(x, ((0, 0), (1, 0))).astype(np.float32)  # noqa: E731
+    optional = {"trainer_logp": e.trainer_logp, "weights": credit.weights, "rewards": credit.rewards}
     return TokenBatch(
         tokens=np.concatenate([ASKED[:, None], tokens], 1).astype(np.int32),  # type: ignore[arg-type]
         **layout(),  # type: ignore[arg-type]
         scale=behind(scale),  # type: ignore[arg-type]
         advantages=behind(credit.advantages),  # type: ignore[arg-type]
         sampler_logp=behind(e.sampler_logp),  # type: ignore[arg-type]
-        trainer_logp=None if e.trainer_logp is None else behind(e.trainer_logp),  # type: ignore[arg-type]
-        weights=None if credit.weights is None else behind(credit.weights),  # type: ignore[arg-type]
-        rewards=None if credit.rewards is None else behind(credit.rewards),  # type: ignore[arg-type]
+        **{name: behind(x) for name, x in optional.items() if x is not None},  # type: ignore[arg-type]
         num_micro=np.int32(1),  # type: ignore[arg-type]
         num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
         num_computed=np.float32(e.mask.sum()),  # type: ignore[arg-type]

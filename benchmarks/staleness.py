@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -171,7 +170,6 @@ def main() -> None:
     for name in args.algorithms:
         if name not in done:
             algorithm = ALGORITHMS[name](mean="group", std="group", aggregation="token-mean")
-            algorithm = dataclasses.replace(algorithm, filter=None) if getattr(algorithm, "filter", None) else algorithm
             done[name] = train(algorithm, ALPHAS, RATES, args.seeds, args.steps).round(4).tolist()
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(done))

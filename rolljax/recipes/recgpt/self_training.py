@@ -1,7 +1,8 @@
 """RecGPT's stages one after the other: `python -m rolljax.recipes.recgpt.self_training FOLDER`.
 
 The policy of recgpt.gin is trained (base, then aligned). It answers questions about users whose interests nobody has
-written down, a judge reads the answers, and the policy imitates those that passed. Stopped, the same command continues.
+written down, a judge reads the answers, and the policy imitates the answers that passed. If it was stopped, the same
+command continues.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import copy
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rolljax.data.base import Place, Record, RecordSource, Stage, fingerprint, text_of, value_of
 from rolljax.envs.data import messages
-from rolljax.errors import Checked, ConfigError
+from rolljax.errors import Checked, ConfigError, Range, check_fields
 
 Channel = Literal["prompt", "tool"]
 SFT_SHARES: Mapping[str, float] = {"agentic": 0.70, "reasoning": 0.15, "general": 0.15}
@@ -79,7 +79,7 @@ class Inject(Checked, Stage):
 
     key: str = "messages"
     """The column of the messages."""
-    frac: float = 0.1
+    frac: Annotated[float, Range(above=0, high=1)] = 0.1
     """Share of the conversations that are copied."""
     channels: tuple[Channel, ...] = ("prompt", "tool")
     """Channels, of which one is chosen for each conversation that has it."""
@@ -91,8 +91,7 @@ class Inject(Checked, Stage):
     """Texts of the attacker."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.frac <= 1:
-            raise ConfigError("is no share", setting="Inject.frac", value=self.frac, remedy="above 0, at most 1")
+        check_fields(self)
         if not self.channels or not self.attacks:
             raise ConfigError("has no channel or no attack", setting="Inject.channels", value=self.channels)
 

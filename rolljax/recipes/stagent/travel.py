@@ -110,7 +110,7 @@ class TravelDesk(EnvSpec):
     weights: tuple[float, float, float] = (0.4, 0.4, 0.2)
     """Weights of the dimensions of `rubric`, which sum to 1."""
     veto: Literal["world", "tools"] = "world"
-    """Ids that count as made up: those that do not exist, or those that no tool has returned in this episode."""
+    """Ids that count as made up: ids that do not exist, or ids that no tool has returned in this episode."""
     path: str = ""
     """File with rows whose column `task` is the content of a task, such as `rolljax.data` writes for tasks of
     equal settings; empty: requests are generated."""

@@ -61,6 +61,11 @@ class HarborTask:
     unsupported: tuple[str, ...]
     """Reasons why the task cannot run in a sandbox."""
 
+    @property
+    def content(self) -> str:
+        """The content of the task in an environment and in rollouts."""
+        return f"{self.name}\n\n{self.instruction}"
+
     def lacking(self, have: Collection[str]) -> tuple[str, ...]:
         """Return the reasons why the task cannot run here: unsupported features, and packages that are neither among
         `have` nor programs of this machine."""

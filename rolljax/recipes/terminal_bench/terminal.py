@@ -106,7 +106,7 @@ class TerminalTasks(EnvSpec):
     def task(self, index: int) -> Task:
         tasks = self.tasks()
         task = tasks[index % len(tasks)]
-        return Task(self.name, index, f"{task.name}\n\n{task.instruction}")
+        return Task(self.name, index, task.content)
 
     def category(self, task: Task) -> str:
         return self.tasks()[task.index % len(self.tasks())].category

@@ -51,7 +51,7 @@ class VerifyTasks(Checked, Stage):
                 yield {
                     **record,
                     "name": task.name,
-                    "prompt": f"{task.name}\n\n{task.instruction}",
+                    "prompt": task.content,
                     "instruction": task.instruction,
                     "solution": task.solution,
                     "tests": "\n".join(t.decode(errors="replace") for t in task.tests.values())[:_TESTS],
