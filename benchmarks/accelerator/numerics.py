@@ -2,8 +2,8 @@
 
 A row says what was computed, by which implementation, in which dtype. `error` is the largest difference from plain XLA
 in float32 at the highest precision, as a share of the largest number there, over outputs and gradients; `bound` is the
-largest that is `ok`. `cannot` is the reason why an implementation does not run here. Inputs are random, and the same
-for all implementations.
+largest that is `ok`. `repeatable`: a second call gives the same bits, which exact resume needs. `cannot` is the reason
+why an implementation does not run here. Inputs are random, and the same for all implementations.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ def error_of(found: Any, wanted: Any) -> float:
 
     errors = jax.tree.leaves(jax.tree.map(one, found, wanted))
     return float("nan") if any(error != error for error in errors) else max(errors)
+
+
+def same_bits(first: Any, *others: Any) -> bool:
+    """Return whether pytrees of arrays are equal in every number."""
+    import jax
+    import jax.numpy as jnp
+
+    equal = [jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b, equal_nan=True)), first, one) for one in others]
+    return all(jax.tree.leaves(equal))
 
 
 def judge(piece: Piece, row: dict[str, Any], found: Any, wanted: Any) -> None:
@@ -154,8 +163,10 @@ def attention_errors(piece: Piece) -> None:
                     return attend(q, k, v, None, 0, window)[0]
 
                 with piece.attempt(row) as row, on_mesh(mesh):
-                    found, found_grads = with_gradients(mixed, weight)(*qkv)
+                    program = with_gradients(mixed, weight)
+                    found, found_grads = program(*qkv)
                     judge(piece, row, (found * weight, found_grads), (jnp.where(weight, out, 0), grads))
+                    row["repeatable"] = same_bits((found, found_grads), *(program(*qkv) for _ in range(2)))
             attention.SCORE_BYTES = whole
     attention.PIECE_BYTES = piece_bytes
 

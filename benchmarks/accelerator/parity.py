@@ -18,6 +18,7 @@ from typing import Any
 from common import Peaks, Piece, main, one_device_mesh, random_weights, shapes
 from update import kernel, make_trainer
 
+DTYPES = ("bfloat16", "float32")
 COMPILE_S = 60.0
 """Taken for the programs of one type."""
 
@@ -38,7 +39,7 @@ def body(piece: Piece) -> None:
 
     name, shape = next(iter(shapes(piece.tiny).items()))
     num, prompt, answer, greedy = sizes(piece.tiny)
-    for dtype in ("bfloat16", "float32"):
+    for dtype in DTYPES:
         model = Model(shape, dtype)  # type: ignore[arg-type]
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             params = random_weights(model, computed=False)

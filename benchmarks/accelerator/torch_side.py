@@ -1,14 +1,15 @@
 """Decode and a training step of the same shape in torch and in rolljax, on the same device.
 
 torch is what its users run without a serving engine: transformers' Qwen3 with SDPA attention; a static cache, compiled
-where the device is a GPU; float32 weights under bfloat16 autocast and fused AdamW. Each side has its own process, so
-that one does not hold the memory of the other. `ratio`: torch's seconds over rolljax's.
+where the device is a GPU; float32 weights under bfloat16 autocast and fused AdamW. Each side of each row has its own
+process, so that one does not hold the memory of the other. `ratio`: torch's seconds over rolljax's.
 
-    python benchmarks/accelerator/torch_side.py --child '{"what": "decode", ...}'    # torch's side alone, as JSON
+    python benchmarks/accelerator/torch_side.py --child torch '{"what": "decode", ...}'    # one side alone, as JSON
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -47,8 +48,6 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
 
 
 def body(piece: Piece) -> None:
-    from rolljax.model.decoder import Model
-
     if importlib.util.find_spec("torch") is None:
         piece.record({"what": "torch", "cannot": "torch is not installed"})
         return
@@ -57,38 +56,42 @@ def body(piece: Piece) -> None:
             continue
         with piece.attempt(one) as row:
             shape = shapes(piece.tiny)[one["shape"]]
-            if one["what"] == "update":
-                shape = fitting(shape, piece.peaks)
-            row["layers"] = shape.num_layers
-            theirs = child(one | {"layers": shape.num_layers, "tiny": piece.tiny})
-            row |= {f"torch_{name}": value for name, value in theirs.items()}
-            if one["what"] == "decode":
-                model = Model(shape, "bfloat16")
-                sizes = {name: one[name] for name in ("batch", "context", "steps")}
-                figures = decode_figures(model, random_sampler_weights(model), piece.peaks, attention="auto", **sizes)
-            else:
-                trainer = make_trainer(shape, one["length"], one["rows"], "full")
-                policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy
-                figures = update_figures(trainer, policy, piece.peaks)[1]
-                del policy
-            row |= {"tok_s": figures["tok_s"], "ratio": figures["tok_s"] / theirs["tok_s"]}
+            row["layers"] = (fitting(shape, piece.peaks) if one["what"] == "update" else shape).num_layers
+            asked = one | {"layers": row["layers"], "tiny": piece.tiny}
+            row |= {f"torch_{name}": value for name, value in child("torch", asked).items()}
+            row["tok_s"] = child("rolljax", asked)["tok_s"]
+            row["ratio"] = row["tok_s"] / row["torch_tok_s"]
 
 
-# ---- torch's side, in a process of its own --------------------------------------------------------------------------
+# ---- processes of their own -----------------------------------------------------------------------------------------
 
 
-def child(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure a row with torch in another process.
+def child(side: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure one side of a row in another process.
 
     Raises:
       RuntimeError: its process failed; TimeoutExpired: it took too long.
     """
-    command = [sys.executable, __file__, "--child", json.dumps(asked)]
+    command = [sys.executable, __file__, "--child", side, json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode:
-        raise RuntimeError(f"torch's side failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"the side of {side} failed: {done.stderr.strip().splitlines()[-1:]}")
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return figures
+
+
+def rolljax_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens per second of decode steps or updates of rolljax."""
+    from rolljax.model.decoder import Model
+
+    shape = dataclasses.replace(shapes(asked["tiny"])[asked["shape"]], num_layers=asked["layers"])
+    if asked["what"] == "decode":
+        model = Model(shape, "bfloat16")
+        sizes = {name: asked[name] for name in ("batch", "context", "steps")}
+        return decode_figures(model, random_sampler_weights(model), None, attention="auto", **sizes)
+    trainer = make_trainer(shape, asked["length"], asked["rows"], "full")
+    policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy
+    return update_figures(trainer, policy, None)[1]
 
 
 def torch_model(asked: dict[str, Any], dtype: Any) -> Any:
@@ -178,7 +181,9 @@ def torch_update(asked: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        wanted = json.loads(sys.argv[2])
-        print(json.dumps(torch_decode(wanted) if wanted["what"] == "decode" else torch_update(wanted)))
+        wanted = json.loads(sys.argv[3])
+        torch_sides = {"decode": torch_decode, "update": torch_update}
+        side = torch_sides[wanted["what"]] if sys.argv[2] == "torch" else rolljax_side
+        print(json.dumps(side(wanted)))
     else:
         main("torch_side", body, estimate)

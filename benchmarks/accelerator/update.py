@@ -2,13 +2,15 @@
 
 A batch has one micro-batch of packed rows, each full with one sequence: a prompt of a quarter, an answer of the rest.
 FLOPs are those of the model, three times the forward pass; what remat computes again does not count. Where weights,
-moments and gradients of a shape do not fit the device, it has fewer layers, and the row says how many.
+moments and gradients of a shape do not fit the device, it has fewer layers, and the row says how many. The `repeat` row
+says whether updates repeat their bits under these `XLA_FLAGS`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from typing import Any, NamedTuple
 
 from common import Peaks, Piece, main, memory_peak_gib, one_device_mesh, random_weights, shapes, timed
@@ -160,7 +162,30 @@ def update_figures(trainer: Any, policy: Any, peaks: Peaks | None) -> tuple[Any,
     return policy, figures | ({"mfu": work / found.seconds / peaks.bf16_flops} if peaks else {})
 
 
+def repeats(shape: Any, length: int, rows: int, attention: str) -> bool:
+    """Return whether two updates from the same state give the same weights, bit by bit, the second time."""
+    import jax
+    import jax.numpy as jnp
+
+    trainer = make_trainer(shape, length, rows, "full", attention)
+    batch = full_batch(trainer)
+
+    def two_updates() -> Any:
+        policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy
+        for _ in range(2):
+            policy, _ = trainer.policy_update(policy, batch, {}, None)
+        return policy.params
+
+    equal = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), two_updates(), two_updates())
+    return all(jax.tree.leaves(equal))
+
+
 def body(piece: Piece) -> None:
+    name, length, rows = ("tiny", 64, 2) if piece.tiny else ("0.6B", 8192, 4)
+    attention = "xla" if piece.tiny else "kernel"
+    row = {"what": "repeat", "shape": name, "length": length, "rows": rows, "attention": attention}
+    with piece.attempt(row | {"flags": os.environ.get("XLA_FLAGS", "")}) as row:
+        row["same_bits"] = repeats(shapes(piece.tiny)[name], length, rows, attention)
     policy, of = None, None
     for one in work(piece.tiny):
         what = {"what": "update", **one._asdict()}

@@ -8,6 +8,7 @@ of the device's list that can run: `MEASURED` has the lists that a measurement o
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -22,14 +23,17 @@ NAMES: tuple[Name, ...] = get_args(Name)
 Implementation = Literal["auto", Name]
 """'xla' runs anywhere. 'splash' are JAX's kernels for TPU (`model.splash`; on CPU they are interpreted, for tests).
 'cudnn' are NVIDIA's kernels for GPU. 'tokamax' are those of the package tokamax for NVIDIA GPUs from Hopper on (Pallas,
-Mosaic GPU). 'auto': the first of the device's list that can run."""
+Mosaic GPU). 'auto': the first of the device's list that can run and repeats its bits."""
 
-MEASURED: dict[str, tuple[Name, ...]] = {}
+MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H200": ("cudnn",)}
 """Implementations by `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first.
 docs/scaling.md describes how to make an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation
-whose error is above its bound may not be listed."""
+whose error is above its bound, or that does not repeat its bits, may not be listed."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """Implementations by platform, for devices that are not in `MEASURED`."""
+DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_deterministic_ops=true")
+"""Either of them in `XLA_FLAGS` makes cuDNN's backward pass repeat its bits. 'auto' takes cuDNN only then: a resumed run
+must equal an uninterrupted one."""
 
 
 class Case(NamedTuple):
@@ -57,7 +61,8 @@ def why_not(name: Name, case: Case) -> str:
 def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Name:
     """Return the function that attends to full rows of queries `[B, T, H, C]`.
 
-    Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices.
+    Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices. 'auto' takes cuDNN only with a flag
+    of `DETERMINISTIC`.
 
     Raises:
       ConfigError: the named implementation cannot run.
@@ -71,7 +76,9 @@ def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int
         return how
     if mesh is None:
         return "xla"
-    return next(name for name in (*_list_of(device), "xla") if not why_not(name, case))
+    repeats = any(flag in os.environ.get("XLA_FLAGS", "").split() for flag in DETERMINISTIC)
+    usable = (name for name in _list_of(device) if name != "cudnn" or repeats)
+    return next(name for name in (*usable, "xla") if not why_not(name, case))
 
 
 def parts(mesh: Mesh | None) -> int:

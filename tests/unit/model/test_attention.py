@@ -212,8 +212,20 @@ def test_auto_takes_no_gpu_kernel_that_was_not_measured(mesh, shape, dtype, expe
 def test_auto_takes_the_first_measured_one_that_can_run(monkeypatch, cudnn_is_there, shape, dtype, expected):
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setitem(implementations.MEASURED, "NVIDIA H100 80GB HBM3", ("cudnn",))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=true")
     assert implementation("auto", HOPPER, shape, jnp.dtype(dtype)) == expected
     assert implementation("auto", AMPERE, shape, jnp.dtype(dtype)) == "xla"
+
+
+def test_auto_takes_cudnn_only_where_it_repeats_its_bits(monkeypatch, cudnn_is_there):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    h200, shape = mesh_of("gpu", "NVIDIA H200", "9.0"), (2, 4096, 8, 128)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=false")
+    assert implementation("auto", h200, shape, jnp.bfloat16) == "xla"
+    assert implementation("cudnn", h200, shape, jnp.bfloat16) == "cudnn"
+    for flag in implementations.DETERMINISTIC:
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/nowhere {flag}")
+        assert implementation("auto", h200, shape, jnp.bfloat16) == "cudnn"
 
 
 @pytest.mark.parametrize(
