@@ -32,7 +32,7 @@ whose error is above its bound, or that does not repeat its bits, may not be lis
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """Implementations by platform, for devices that are not in `MEASURED`."""
 DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_deterministic_ops=true")
-"""Either of them in `XLA_FLAGS` makes cuDNN's backward pass repeat its bits. 'auto' takes cuDNN only then: a resumed run
+"""With either of them in `XLA_FLAGS` cuDNN's backward pass repeats its bits. Only then 'auto' takes cuDNN: a resumed run
 must equal an uninterrupted one."""
 
 
