@@ -32,8 +32,8 @@ whose error is above its bound, or that does not repeat its bits, may not be lis
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """Implementations by platform, for devices that are not in `MEASURED`."""
 DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_deterministic_ops=true")
-"""With either of them in `XLA_FLAGS` cuDNN's backward pass repeats its bits. Only then 'auto' takes cuDNN: a resumed run
-must equal an uninterrupted one."""
+"""With either of them in `XLA_FLAGS` cuDNN's backward pass repeats its bits. Only then 'auto' takes cuDNN, so that a
+resumed run equals an uninterrupted one."""
 
 
 class Case(NamedTuple):
