@@ -67,8 +67,7 @@ def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int
     Raises:
       ConfigError: the named implementation cannot run.
     """
-    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
-    case = Case(device, jnp.dtype(dtype), shape_BTHC[1] // parts(mesh), shape_BTHC[3])
+    case = _case(mesh, shape_BTHC, dtype)
     if how != "auto":
         if reason := why_not(how, case):
             remedy = "'auto', or 'xla', which runs anywhere"
@@ -76,9 +75,19 @@ def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int
         return how
     if mesh is None:
         return "xla"
-    repeats = any(flag in os.environ.get("XLA_FLAGS", "").split() for flag in DETERMINISTIC)
-    usable = (name for name in _list_of(device) if name != "cudnn" or repeats)
+    usable = (name for name in _list_of(case.device) if name != "cudnn" or _cudnn_repeats())
     return next(name for name in (*usable, "xla") if not why_not(name, case))
+
+
+def advice(how: Implementation, mesh: Mesh, shape_BTHC: tuple[int, ...], dtype: Any) -> list[str]:
+    """Return a sentence if only a flag of `DETERMINISTIC` is missing for 'auto' to take cuDNN."""
+    case = _case(mesh, shape_BTHC, dtype)
+    if how != "auto" or _cudnn_repeats() or "cudnn" not in _list_of(case.device) or why_not("cudnn", case):
+        return []
+    return [
+        f"attention in training is computed by XLA; on {case.device.device_kind} cuDNN is faster. To use it, add "
+        f"{DETERMINISTIC[0]} to XLA_FLAGS: without this flag cuDNN does not repeat its bits"
+    ]
 
 
 def parts(mesh: Mesh | None) -> int:
@@ -101,6 +110,15 @@ def tokamax(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: j
     return dot_product_attention(
         q_BTHC, k_BSKC, v_BSKC, mask=mask_BTS[:, None], is_causal=causal, implementation="mosaic"
     )
+
+
+def _case(mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Case:
+    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
+    return Case(device, jnp.dtype(dtype), shape_BTHC[1] // parts(mesh), shape_BTHC[3])
+
+
+def _cudnn_repeats() -> bool:
+    return any(flag in os.environ.get("XLA_FLAGS", "").split() for flag in DETERMINISTIC)
 
 
 def _list_of(device: Any) -> tuple[Name, ...]:

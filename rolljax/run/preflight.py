@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,7 +23,7 @@ from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf, training_templates
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
-from rolljax.model.implementations import implementation
+from rolljax.model.implementations import advice, implementation
 from rolljax.model.prefixes import read_prefixes
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Phase, Recipe
@@ -133,8 +132,7 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
         param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
     recipe = recipe.sized(mesh, micro_tok(mesh, model))
     for phase in recipe.phases:
-        rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
-        implementation(recipe.attention, mesh, rows, jnp.dtype(recipe.dtype))
+        implementation(recipe.attention, mesh, _queries(phase, cfg), recipe.dtype)
     if recipe.sampler.max_context > cfg.max_position:
         raise ConfigError(
             f"is more than the model's {cfg.max_position} positions",
@@ -300,8 +298,16 @@ def check(recipe: Recipe) -> Preflight:
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
-    warnings = reference_answers.check(recipe.env, probed.references, chat, recipe.max_answer_tok)
+    warnings = [
+        *reference_answers.check(recipe.env, probed.references, chat, recipe.max_answer_tok),
+        *advice(recipe.attention, found.mesh, _queries(recipe.phases[-1], model.cfg), recipe.dtype),
+    ]
     return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest, warnings)
+
+
+def _queries(phase: Phase, cfg: DecoderConfig) -> tuple[int, int, int, int]:
+    """Return the shape of the queries of a micro-batch."""
+    return (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
 
 
 def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:

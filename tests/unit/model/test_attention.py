@@ -16,7 +16,7 @@ from rolljax.errors import ConfigError
 from rolljax.model import attention, gather, implementations, splash
 from rolljax.model.attention import Window, packed, packed_mask
 from rolljax.model.axes import PARAM_RULES, constrain, on_mesh, spec
-from rolljax.model.implementations import implementation
+from rolljax.model.implementations import advice, implementation
 from rolljax.model.layers import matmul
 from rolljax.recipe import Recipe
 from rolljax.trainer.mesh import MeshSpec, num_batch_shards, num_slot_shards, param_shardings
@@ -223,9 +223,14 @@ def test_auto_takes_cudnn_only_where_it_repeats_its_bits(monkeypatch, cudnn_is_t
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=false")
     assert implementation("auto", h200, shape, jnp.bfloat16) == "xla"
     assert implementation("cudnn", h200, shape, jnp.bfloat16) == "cudnn"
+    (said,) = advice("auto", h200, shape, jnp.bfloat16)
+    assert "NVIDIA H200" in said and implementations.DETERMINISTIC[0] in said
+    assert not advice("cudnn", h200, shape, jnp.bfloat16) and not advice("auto", h200, shape, jnp.float32)
+    assert not advice("auto", HOPPER, shape, jnp.bfloat16) and not advice("auto", TPU, shape, jnp.bfloat16)
     for flag in implementations.DETERMINISTIC:
         monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/nowhere {flag}")
         assert implementation("auto", h200, shape, jnp.bfloat16) == "cudnn"
+        assert not advice("auto", h200, shape, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
