@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -138,18 +139,22 @@ class Sampled:
         return len(self.tokens)
 
     def __getitem__(self, part: slice) -> Sampled:
-        return Sampled(*(getattr(self, f.name)[part] for f in dataclasses.fields(Sampled)))
+        return Sampled(*(array[part] for array in _ARRAYS(self)))
 
     @staticmethod
     def concatenate(parts: Sequence[Sampled]) -> Sampled:
         """Join the pieces of one answer, in their order."""
-        return Sampled(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(Sampled)))
+        return Sampled(*(np.concatenate(arrays) for arrays in zip(*map(_ARRAYS, parts), strict=True)))
 
     @staticmethod
     def of(tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray) -> Sampled:
         """Make a record of tokens whose two distributions are equal, without alternatives."""
         none = np.zeros((len(tokens), 0))
         return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none, none[..., None][:, :, :0])
+
+
+_ARRAYS = operator.attrgetter(*(field.name for field in dataclasses.fields(Sampled)))
+"""Returns all arrays of a `Sampled`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

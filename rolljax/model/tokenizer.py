@@ -278,13 +278,23 @@ class Chat:
         Raises:
           ConfigError: the template rewrites earlier turns, or refuses the messages.
         """
-        how: dict[str, Any] = {"tools": tools, "options": options}
+        if not tools and not options and all(isinstance(m, Message) for m in messages):
+            return self._observation_ids(tuple(messages), closed)
+        return self._delta_ids(messages, closed, {"tools": tools, "options": options} if tools or options else {})
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # one Chat lives as long as its run
+    def _observation_ids(self, messages: tuple[Message, ...], closed: bool) -> np.ndarray:
+        return self._delta_ids(messages, closed, {})
+
+    def _delta_ids(
+        self, messages: Sequence[Message | Mapping[str, Any]], closed: bool, how: dict[str, Any]
+    ) -> np.ndarray:
         closing, head = self.closing_ids, self._base_ids
-        if tools or options:
+        if how:
             head = self._ids(_BASE, generate=False, **how)
         extended = self._ids([*_BASE, *messages], generate=True, **how)
         if not np.array_equal(extended[: len(head)], head):
-            raise training_templates.refusal(self._template(bool(tools)))
+            raise training_templates.refusal(self._template(bool(how.get("tools"))))
         rest = closing[1:] if closed else closing
         return np.array([*rest, *extended[len(head) :]], np.int32)
 

@@ -75,7 +75,7 @@ def check_request(
     problem = None
     if not 0 < len(prompt_ids) < limit:
         problem = f"a prompt of {len(prompt_ids)} tokens does not fit a context of {limit}"
-    elif np.min(prompt_ids) < 0 or np.max(prompt_ids) >= vocab:
+    elif prompt_ids.min() < 0 or prompt_ids.max() >= vocab:
         problem = f"prompt ids must lie between 0 and {vocab - 1}"
     elif len(params.stop_ids) > MAX_STOP_IDS:
         problem = f"at most {MAX_STOP_IDS} stop ids"

@@ -192,7 +192,7 @@ class PageCache:
         parent = node.parent
         assert parent is not None
         del parent.children[node.data]
-        for n in range(TOKEN_BYTES, len(node.data) + 1, TOKEN_BYTES):
+        for n in range(TOKEN_BYTES, len(node.data) + 1, TOKEN_BYTES) if parent.ends else ():
             if parent.ends.get(node.data[:n]) is node:
                 del parent.ends[node.data[:n]]
         if parent is not self._root and not parent.children and parent.refs == 0:

@@ -15,6 +15,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -245,7 +246,9 @@ class Scheduler:
                 if pages is None:
                     break
                 request = prompt.members.popleft()
-                inserts, requests = by_ticket.setdefault(prompt.ticket, (Inserts.empty(self.cfg.slots), []))
+                if prompt.ticket not in by_ticket:
+                    by_ticket[prompt.ticket] = Inserts.empty(self.cfg.slots), []
+                inserts, requests = by_ticket[prompt.ticket]
                 self._enter_slot(request, prompt, pages)
                 self._fill_insert(inserts, request, prompt)
                 requests.append(request)
@@ -302,10 +305,11 @@ class Scheduler:
         size = self.cfg.page_size
         for request in sorted(self._running.values(), key=lambda r: r.queue_key):
             cache = self._capacity.caches[request.shard]
-            while self._running.get(request.slot) is request:
-                last = min(request.in_cache + self.cfg.steps_per_dispatch, self._most_cached(request))
-                held = len(request.nodes) + len(request.pages)
-                pages = cache.take(max(-(-last // size) - held, 0))
+            last = min(request.in_cache + self.cfg.steps_per_dispatch, self._most_cached(request))
+            held = len(request.nodes) + len(request.pages)
+            needed = -(-last // size) - held
+            while needed > 0 and self._running.get(request.slot) is request:
+                pages = cache.take(needed)
                 if pages is not None:
                     self._table[request.slot, held : held + len(pages)] = pages
                     request.pages += pages
@@ -410,16 +414,16 @@ class Scheduler:
         if not n:
             return
         asked = request.params.top_logprobs
-        new = lambda x: np.asarray(x[row, :n])  # noqa: E731
+        host: Any = out
         part = Sampled(
-            new(out.tokens),
-            new(out.sampler_logp),
-            new(out.model_logp),
+            host.tokens[row, :n],
+            host.sampler_logp[row, :n],
+            host.model_logp[row, :n],
             np.full(n, self.version, np.int32),
-            new(out.top_ids)[:, :asked],
-            new(out.top_sampler_logp)[:, :asked],
-            new(out.top_model_logp)[:, :asked],
-            new(out.experts),
+            host.top_ids[row, :n, :asked],
+            host.top_sampler_logp[row, :n, :asked],
+            host.top_model_logp[row, :n, :asked],
+            host.experts[row, :n],
         )
         kept = self._until_stop_text(request, part.tokens)
         if kept is not None:
