@@ -282,7 +282,7 @@ class Chat:
             return self._observation_ids(tuple(messages), closed)
         return self._delta_ids(messages, closed, {"tools": tools, "options": options} if tools or options else {})
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  # one Chat lives as long as its run
+    @functools.lru_cache(maxsize=512)  # noqa: B019  # one Chat lives as long as its run; observations can be long
     def _observation_ids(self, messages: tuple[Message, ...], closed: bool) -> np.ndarray:
         return self._delta_ids(messages, closed, {})
 
