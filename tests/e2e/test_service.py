@@ -467,6 +467,9 @@ def run_steps(policy, first, last, between=lambda step: None):
 
 
 STEPS = 8
+CLOSE = 1e-4
+"""Which calls share a batch depends on when they arrive, and Adam makes rounding grow: after eight steps log-probs differ
+by 1e-5. A step that is lost or taken twice moves them by .4 on average."""
 
 
 @pytest.fixture(scope="module")
@@ -499,8 +502,8 @@ def check_kills(service, undisturbed, moments):
 
     marked = []
     losses, logps = undisturbed
-    np.testing.assert_allclose(run_steps(policy, 0, STEPS, kill), losses, rtol=1e-5)
-    np.testing.assert_allclose(score(policy), logps, atol=1e-5)
+    np.testing.assert_allclose(run_steps(policy, 0, STEPS, kill), losses, rtol=CLOSE)
+    np.testing.assert_allclose(score(policy), logps, atol=CLOSE)
     [(path, then)] = marked
     copy = service.client().create_training_client_from_state(path).result()
     np.testing.assert_allclose(score(copy), then, atol=1e-5)
@@ -535,11 +538,11 @@ def test_a_service_killed_at_any_time_loses_no_step(folder, undisturbed, tmp_pat
     killing.start()
     try:
         losses, logps = undisturbed
-        np.testing.assert_allclose(run_steps(policy, 0, STEPS), losses, rtol=1e-5)
+        np.testing.assert_allclose(run_steps(policy, 0, STEPS), losses, rtol=CLOSE)
         done.set()
         killing.join()
         found = logprobs(policy.forward([datum(TEXT)], "cross_entropy").result())[0]
-        np.testing.assert_allclose(found, logps, atol=1e-5)
+        np.testing.assert_allclose(found, logps, atol=CLOSE)
     finally:
         done.set()
         killing.join()
