@@ -57,14 +57,13 @@ class FreeWorker(EngineWorker):
         super().__init__(engine)
         self._params, self._end = {}, end_id
         self._left = np.zeros(engine.cfg.slots, np.int32)  # tokens of each slot until its answer ends
-        self._tickets = 0
 
     def init(self) -> None:
         self._left[:] = 0
 
     def prefill(self, chunks: PrefillChunks, *, read: int) -> int:
-        self._tickets += 1
-        return self._tickets
+        self._num_tickets += 1
+        return self._num_tickets
 
     def insert(self, ticket: int, inserts: Inserts, *, truncate: bool = False, top: bool = False) -> ResultTokens:
         new = np.asarray(inserts.row) >= 0

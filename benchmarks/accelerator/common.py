@@ -320,6 +320,15 @@ def random_sampler_weights(model: Any) -> Any:
     return jax.jit(model.apart)(weights) if lies_apart(one_device_mesh()) else weights
 
 
+def same_bits(first: Any, *others: Any) -> bool:
+    """Return whether pytrees of arrays are equal in every number."""
+    import jax
+    import jax.numpy as jnp
+
+    equal = [jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b, equal_nan=True)), first, one) for one in others]
+    return all(jax.tree.leaves(equal))
+
+
 def weight_bytes(model: Any) -> float:
     """Return the bytes of the weights that a decode step reads: all matrices in the compute dtype, without an embedding
     that is not the output matrix."""

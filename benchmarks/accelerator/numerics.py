@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from common import Peaks, Piece, main, one_device_mesh
+from common import Peaks, Piece, main, one_device_mesh, same_bits
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest error, as a share."""
@@ -49,15 +49,6 @@ def error_of(found: Any, wanted: Any) -> float:
 
     errors = jax.tree.leaves(jax.tree.map(one, found, wanted))
     return float("nan") if any(error != error for error in errors) else max(errors)
-
-
-def same_bits(first: Any, *others: Any) -> bool:
-    """Return whether pytrees of arrays are equal in every number."""
-    import jax
-    import jax.numpy as jnp
-
-    equal = [jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b, equal_nan=True)), first, one) for one in others]
-    return all(jax.tree.leaves(equal))
 
 
 def judge(piece: Piece, row: dict[str, Any], found: Any, wanted: Any) -> None:

@@ -13,7 +13,7 @@ import gc
 import os
 from typing import Any, NamedTuple
 
-from common import Peaks, Piece, main, memory_peak_gib, one_device_mesh, random_weights, shapes, timed
+from common import Peaks, Piece, main, memory_peak_gib, one_device_mesh, random_weights, same_bits, shapes, timed
 
 REPEATS = 4
 COMPILE_S = 22.0
@@ -164,9 +164,6 @@ def update_figures(trainer: Any, policy: Any, peaks: Peaks | None) -> tuple[Any,
 
 def repeats(shape: Any, length: int, rows: int, attention: str) -> bool:
     """Return whether two updates from the same state give the same weights, bit by bit, the second time."""
-    import jax
-    import jax.numpy as jnp
-
     trainer = make_trainer(shape, length, rows, "full", attention)
     batch = full_batch(trainer)
 
@@ -176,8 +173,7 @@ def repeats(shape: Any, length: int, rows: int, attention: str) -> bool:
             policy, _ = trainer.policy_update(policy, batch, {}, None)
         return policy.params
 
-    equal = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), two_updates(), two_updates())
-    return all(jax.tree.leaves(equal))
+    return same_bits(two_updates(), two_updates())
 
 
 def body(piece: Piece) -> None:

@@ -278,9 +278,10 @@ class Chat:
         Raises:
           ConfigError: the template rewrites earlier turns, or refuses the messages.
         """
-        if not tools and not options and all(isinstance(m, Message) for m in messages):
+        how: dict[str, Any] = {"tools": tools, "options": options} if tools or options else {}
+        if not how and all(isinstance(m, Message) for m in messages):
             return self._observation_ids(tuple(messages), closed)
-        return self._delta_ids(messages, closed, {"tools": tools, "options": options} if tools or options else {})
+        return self._delta_ids(messages, closed, how)
 
     @functools.lru_cache(maxsize=512)  # noqa: B019  # one Chat lives as long as its run; observations can be long
     def _observation_ids(self, messages: tuple[Message, ...], closed: bool) -> np.ndarray:
