@@ -33,17 +33,33 @@ ENVIRONMENTS = {
     "game:GuessTheNumber-v0-easy": (GAME, []),
     "game:Mastermind-v0-easy": (
         GAME,
-        game("mastermind.Mastermind", "Mastermind.length = 2", "Mastermind.max_turns = 10"),
+        game(
+            "mastermind.Mastermind",
+            "Mastermind.length = 3",
+            "Mastermind.max_turns = 10",
+            "Evaluation.held_out_frac = 0.3",  # of 216 codes
+            "Evaluation.tasks = 50",
+        ),
     ),
-    "game:Sokoban-v0-easy, one box": (GAME, game("sokoban.Sokoban", "Sokoban.size = 5", "Sokoban.max_turns = 8")),
+    "game:Sokoban-v0-easy, one box": (
+        GAME,
+        game(
+            "sokoban.Sokoban",
+            "Sokoban.size = 6",
+            "Sokoban.distance = 1",
+            "Sokoban.max_turns = 6",
+            "SamplerConfig.max_context = 512",
+            "recipe.Phase.row_len = 512",
+        ),
+    ),
     "rg:spell_backward": (QUESTION, rg("spell_backward", "{'min_word_len': 4, 'max_word_len': 4}")),
-    "rg:caesar_cipher": (QUESTION, rg("caesar_cipher", "{'min_words': 1, 'max_words': 1, 'max_rotation': 3}")),
+    "rg:gcd": (QUESTION, rg("gcd", "{'min_numbers': 2, 'max_numbers': 2, 'min_value': 1, 'max_value': 60}")),
     "rg:chain_sum": (
         QUESTION,
         rg("chain_sum", "{'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 2}"),
     ),
     "rg:simple_equations": (QUESTION, rg("simple_equations", "{'min_terms': 2, 'max_terms': 2, 'max_value': 20}")),
-    "rg:count_bits": (QUESTION, rg("count_bits", "{'max_n': 1023}")),
+    "rg:count_bits": (QUESTION, [*rg("count_bits", "{'max_n': 1023}"), "Evaluation.held_out_frac = 0.3"]),
 }
 """GEM's id: discount and settings. Games have our short observations; questions are reasoning-gym's, made small."""
 ALGORITHMS = {

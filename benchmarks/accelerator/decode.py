@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import time
 import typing
 from typing import Any
@@ -57,7 +58,8 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
         for batch in batches:
             step = (weight_bytes(model) + batch * context * kv_bytes(model)) / peaks.hbm_bytes_s
             total += 2 * (COMPILE_S + (REPEATS + 1) * steps * step / SLACK)
-        total += sum(COMPILE_S + REPEATS * 2 * matmul_params(model) * c / peaks.bf16_flops / SLACK for c in chunks)
+        for chunk in chunks:  # by two kernels
+            total += 2 * (COMPILE_S + REPEATS * 2 * matmul_params(model) * chunk / peaks.bf16_flops / SLACK)
     return total + 6 * COMPILE_S  # the whole way
 
 
@@ -134,8 +136,9 @@ def decode_figures(
     return figures
 
 
-def prefill_figures(model: Any, weights: Any, peaks: Peaks | None, *, chunk: int) -> dict[str, Any]:
-    """Prefill one prompt of `chunk` tokens at once."""
+def prefill_figures(model: Any, weights: Any, peaks: Peaks | None, *, chunk: int, attention: str) -> dict[str, Any]:
+    """Prefill one prompt of `chunk` tokens at once. attention: see `SamplerConfig`; not 'dense': by the device's kernel
+    if it has one."""
     import numpy as np
 
     from rolljax.aot.programs import attention_flops, matmul_params
@@ -144,7 +147,13 @@ def prefill_figures(model: Any, weights: Any, peaks: Peaks | None, *, chunk: int
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.mesh import BATCH_AXES
 
-    cfg = SamplerConfig(slots=4, max_context=chunk, page_size=64, prefill_chunk=chunk)
+    cfg = SamplerConfig(
+        slots=4,
+        max_context=chunk,
+        page_size=64,
+        prefill_chunk=chunk,
+        attention=attention,  # type: ignore[arg-type]
+    )
     engine = Engine(model, cfg, one_device_mesh(), BATCH_AXES)
     state = engine.init_decode_state()
     chunks = PrefillChunks.empty(1, chunk, cfg.pages_per_sequence)
@@ -223,11 +232,11 @@ def body(piece: Piece) -> None:
                         row |= decode_figures(
                             model, weights, piece.peaks, batch=batch, context=context, attention=attention, steps=steps
                         )
-        for chunk in chunks:
-            what = {"what": "prefill", "shape": name, "tokens": chunk}
+        for chunk, attention in itertools.product(chunks, ("auto", "dense")):
+            what = {"what": "prefill", "shape": name, "tokens": chunk, "attention": attention}
             if piece.has_time(what, 2 * COMPILE_S):
                 with piece.attempt(what) as row:
-                    row |= prefill_figures(model, weights, piece.peaks, chunk=chunk)
+                    row |= prefill_figures(model, weights, piece.peaks, chunk=chunk, attention=attention)
         if name in ("0.6B", "tiny"):
             for requests in batches[:2]:
                 prompt, answer = (32, 16) if piece.tiny else (128, 256)

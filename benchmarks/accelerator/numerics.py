@@ -24,12 +24,13 @@ COMPILE_S = 4.0
 
 def estimate(tiny: bool, peaks: Peaks) -> float:
     """Return seconds; every implementation of attention is counted as if it ran."""
-    programs = 2 * len(KINDS) * 4 + 6 + 8
+    programs = 2 * len(KINDS) * 4 + 6 + 6 + 8
     return 0.3 * programs if tiny else 20 + COMPILE_S * programs
 
 
 def body(piece: Piece) -> None:
     paged_errors(piece)
+    prefill_errors(piece)
     vocabulary_errors(piece)
     expert_errors(piece)
     attention_errors(piece)
@@ -65,6 +66,8 @@ def with_gradients(f: Callable[..., Any], weight: Any) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
+    from rolljax.trainer.mesh import gradient_options
+
     def loss(*args: Any) -> tuple[Any, Any]:
         out = f(*args)
         return jnp.sum(out.astype(jnp.float32) * weight), out
@@ -73,7 +76,7 @@ def with_gradients(f: Callable[..., Any], weight: Any) -> Callable[..., Any]:
         (_, out), grads = jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True)(*args)
         return out, grads
 
-    return jax.jit(both)
+    return jax.jit(both, compiler_options=gradient_options(one_device_mesh()))
 
 
 def exact(f: Callable[..., Any], *args: Any) -> Any:
@@ -224,6 +227,47 @@ def paged_errors(piece: Piece) -> None:
 
             with piece.attempt(row) as row:
                 judge(piece, row, step(q, k, v, new), wanted)
+
+
+def prefill_errors(piece: Piece) -> None:
+    """Check the second chunk of a prefill, over pages that the first has written."""
+    import jax
+    import jax.numpy as jnp
+
+    from rolljax.model import attention
+
+    rows, width, page = (2, 4, 16) if piece.tiny else (4, 32, 16)
+    context = width * page
+    half = context // 2
+    table = jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
+    for dtype in BOUNDS:
+        model = decoder(piece.tiny, dtype)
+        heads = (model.cfg.num_heads, *[model.cfg.num_kv_heads] * 2)
+        keys = jax.random.split(jax.random.key(5), 3)
+        qkv = [
+            jax.random.normal(key, (rows, context, n, model.cfg.head_dim), dtype)
+            for key, n in zip(keys, heads, strict=True)
+        ]
+        causal = jnp.broadcast_to(jnp.tri(context, dtype=bool), (rows, context, context))
+        wanted = exact(jax.jit(attention.attention), *qkv, causal)
+        for row, prefill, _ in paths(piece, {"what": "paged prefill", "dtype": dtype}, model, rows, width, page):
+
+            @jax.jit
+            def chunks(qkv: Any, prefill: Any = prefill) -> Any:
+                pool = jnp.zeros(prefill.pool_shape(rows * width), prefill.pool_dtype)
+                mixed, count = [], jnp.full(rows, half, jnp.int32)
+                for start, read in ((0, 0), (half, width // 2)):
+                    reading, cache = prefill.open(pool, table, jnp.full(rows, start, jnp.int32), half, read)
+                    part = [x[:, start : start + half] for x in qkv]
+                    out, cache = prefill.attend(reading, 0, count)(*part, cache, 0)
+                    pool = prefill.close(pool, reading, cache, count)
+                    mixed.append(out)
+                return jnp.concatenate(mixed, 1)
+
+            with piece.attempt(row) as row:
+                found = chunks(qkv)
+                judge(piece, row, found, wanted)
+                row["repeatable"] = same_bits(found, chunks(qkv))
 
 
 # ---- vocabulary and experts -----------------------------------------------------------------------------------------

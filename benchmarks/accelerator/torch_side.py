@@ -166,11 +166,11 @@ def torch_update(asked: dict[str, Any]) -> dict[str, Any]:
     weights = torch.randn(tokens.shape[0], tokens.shape[1] - 1, device=model.device)
 
     def step() -> None:
-        for row, weight in zip(tokens.split(1), weights.split(1), strict=True):  # logits of one row at a time
-            with torch.autocast(model.device.type, torch.bfloat16):
-                logits = model(row).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits[0].float(), row[0, 1:], reduction="none")
-            ((loss * weight[0]).sum() / weights.numel()).backward()
+        with torch.autocast(model.device.type, torch.bfloat16):
+            logits = model(tokens).logits[:, :-1]
+        targets = tokens[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
+        (loss * weights.flatten()).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

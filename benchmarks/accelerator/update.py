@@ -3,14 +3,13 @@
 A batch has one micro-batch of packed rows, each full with one sequence: a prompt of a quarter, an answer of the rest.
 FLOPs are those of the model, three times the forward pass; what remat computes again does not count. Where weights,
 moments and gradients of a shape do not fit the device, it has fewer layers, and the row says how many. The `repeat` row
-says whether updates repeat their bits under these `XLA_FLAGS`.
+says whether updates repeat their bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 from typing import Any, NamedTuple
 
 from common import Peaks, Piece, main, memory_peak_gib, one_device_mesh, random_weights, same_bits, shapes, timed
@@ -180,7 +179,7 @@ def body(piece: Piece) -> None:
     name, length, rows = ("tiny", 64, 2) if piece.tiny else ("0.6B", 8192, 4)
     attention = "xla" if piece.tiny else "kernel"
     row = {"what": "repeat", "shape": name, "length": length, "rows": rows, "attention": attention}
-    with piece.attempt(row | {"flags": os.environ.get("XLA_FLAGS", "")}) as row:
+    with piece.attempt(row) as row:
         row["same_bits"] = repeats(shapes(piece.tiny)[name], length, rows, attention)
     policy, of = None, None
     for one in work(piece.tiny):

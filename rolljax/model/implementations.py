@@ -8,7 +8,6 @@ of the device's list that can run: `MEASURED` has the lists that a measurement o
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -25,15 +24,13 @@ Implementation = Literal["auto", Name]
 'cudnn' are NVIDIA's kernels for GPU. 'tokamax' are those of the package tokamax for NVIDIA GPUs from Hopper on (Pallas,
 Mosaic GPU). 'auto': the first of the device's list that can run and repeats its bits."""
 
-MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H200": ("cudnn",)}
-"""Implementations by `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first.
+MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H100 80GB HBM3": ("cudnn",), "NVIDIA H200": ("cudnn",)}
+"""Implementations by `jax.Device.device_kind`, fastest first.
 docs/scaling.md describes how to make an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation
-whose error is above its bound, or that does not repeat its bits, may not be listed."""
+whose error is above its bound, or that does not repeat its bits, may not be listed (cuDNN repeats them with
+`trainer.mesh.gradient_options`)."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """Implementations by platform, for devices that are not in `MEASURED`."""
-DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_deterministic_ops=true")
-"""With either of them in `XLA_FLAGS` cuDNN's backward pass repeats its bits. Only then 'auto' takes cuDNN, so that a
-resumed run equals an uninterrupted one."""
 
 
 class Case(NamedTuple):
@@ -61,8 +58,7 @@ def why_not(name: Name, case: Case) -> str:
 def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Name:
     """Return the function that attends to full rows of queries `[B, T, H, C]`.
 
-    Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices. 'auto' takes cuDNN only with a flag
-    of `DETERMINISTIC`.
+    Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices.
 
     Raises:
       ConfigError: the named implementation cannot run.
@@ -75,19 +71,7 @@ def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int
         return how
     if mesh is None:
         return "xla"
-    usable = (name for name in _list_of(case.device) if name != "cudnn" or _cudnn_repeats())
-    return next(name for name in (*usable, "xla") if not why_not(name, case))
-
-
-def advice(how: Implementation, mesh: Mesh, shape_BTHC: tuple[int, ...], dtype: Any) -> list[str]:
-    """Return a sentence if only a flag of `DETERMINISTIC` is missing for 'auto' to take cuDNN."""
-    case = _case(mesh, shape_BTHC, dtype)
-    if how != "auto" or _cudnn_repeats() or "cudnn" not in _list_of(case.device) or why_not("cudnn", case):
-        return []
-    return [
-        f"attention in training is computed by XLA; on {case.device.device_kind} cuDNN is faster. To use it, add "
-        f"{DETERMINISTIC[0]} to XLA_FLAGS: without this flag cuDNN does not repeat its bits"
-    ]
+    return next(name for name in (*_list_of(case.device), "xla") if not why_not(name, case))
 
 
 def parts(mesh: Mesh | None) -> int:
@@ -115,10 +99,6 @@ def tokamax(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: j
 def _case(mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Case:
     device = mesh.devices.flat[0] if mesh else jax.devices()[0]
     return Case(device, jnp.dtype(dtype), shape_BTHC[1] // parts(mesh), shape_BTHC[3])
-
-
-def _cudnn_repeats() -> bool:
-    return any(flag in os.environ.get("XLA_FLAGS", "").split() for flag in DETERMINISTIC)
 
 
 def _list_of(device: Any) -> tuple[Name, ...]:

@@ -23,7 +23,7 @@ from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf, training_templates
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
-from rolljax.model.implementations import advice, implementation
+from rolljax.model.implementations import implementation
 from rolljax.model.prefixes import read_prefixes
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Phase, Recipe
@@ -298,10 +298,7 @@ def check(recipe: Recipe) -> Preflight:
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
-    warnings = [
-        *reference_answers.check(recipe.env, probed.references, chat, recipe.max_answer_tok),
-        *advice(recipe.attention, found.mesh, _queries(recipe.phases[-1], model.cfg), recipe.dtype),
-    ]
+    warnings = reference_answers.check(recipe.env, probed.references, chat, recipe.max_answer_tok)
     return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest, warnings)
 
 

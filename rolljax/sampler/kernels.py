@@ -25,7 +25,9 @@ from jax.sharding import Mesh, PartitionSpec
 from rolljax.errors import ConfigError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.implementations import implementation
 from rolljax.sampler.kv import DensePath, Path, copy_pages
+from rolljax.sampler.settings import MIN_CHUNK
 
 LANES = 128
 """Width of a TPU's vectors: the last dimension of its arrays is padded to a multiple of this."""
@@ -41,7 +43,7 @@ GPU_WARPS, GPU_STAGES = 4, 2
 
 
 Name = Literal["dense", "ragged", "triton"]
-MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H200": ("triton",)}
+MEASURED: dict[str, tuple[Name, ...]] = {"NVIDIA H100 80GB HBM3": ("triton",), "NVIDIA H200": ("triton",)}
 """Paths of decode steps by `jax.Device.device_kind`, fastest first (docs/scaling.md says how to add an entry)."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
 """Paths by platform, for devices that are not in `MEASURED`; `DensePath` is its end."""
@@ -98,6 +100,9 @@ def paths_for(
         ragged.check(rows, width)
         return ragged, ragged
     dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu")
+    chunk = (rows, MIN_CHUNK, cfg.num_heads, cfg.head_dim)
+    if attention != "dense" and mesh.size == 1 and implementation("auto", mesh, chunk, dtype) == "cudnn":
+        dense = dataclasses.replace(dense, chunks_by_cudnn=True)
     if name == "triton":
         return dense, TritonPath(cfg, dtype, page_size, num_pages, False, mesh)
     return dense, dataclasses.replace(dense, unroll=unroll)

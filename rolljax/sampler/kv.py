@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from rolljax.model.attention import NEG, Attend, Window, inside
 from rolljax.model.decoder import DecoderConfig
+from rolljax.model.implementations import cudnn
 
 
 class Path(Protocol):
@@ -72,6 +73,8 @@ class DensePath:
     unroll: bool
     """The decoder's layers are written out, so everything per layer is a tuple; else it is one array with a leading
     L."""
+    chunks_by_cudnn: bool = dataclasses.field(default=False, kw_only=True)
+    """Attention of several new tokens a row, as in prefill, by cuDNN."""
     as_bits: bool = dataclasses.field(default=False, kw_only=True)
     """The pool holds the bits of bfloat16 as uint16. XLA's CPU compiler computes in float32 what it is given in
     bfloat16, also where nothing is computed: a scatter of a few tokens would make a float32 copy of the whole pool."""
@@ -130,12 +133,16 @@ class DensePath:
             index_S = jnp.arange(keys.shape[-1])
             old_BS = (index_S < jnp.minimum(reading.length, S)[:, None])[:, None]
             new_TS = (index_S >= S) & (index_S - S <= first + jnp.arange(T)[:, None])
-            q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
-            scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
-            scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
             position_BS = jnp.where(index_S < S, index_S, reading.length[:, None] + index_S - S)
             query_BT = reading.length[:, None] + first + jnp.arange(T)
             seen_BTS = (old_BS | new_TS) & inside(window, query_BT, position_BS)
+            if self.chunks_by_cudnn and T > 1:
+                # with an empty context the keys are the queries' own tokens, so cuDNN can leave out later ones
+                mixed = cudnn(q_BTHC, keys.transpose(0, 3, 1, 2), values.swapaxes(1, 2), seen_BTS, causal=S == 0)
+                return mixed, (all_keys, all_values)
+            q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
+            scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
+            scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
             scores = jnp.where(seen_BTS[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
             weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
             mixed = jnp.einsum("bkxs,bksc->bkxc", weights, values).reshape(B, K, H // K, T, C)

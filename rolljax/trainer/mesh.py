@@ -157,6 +157,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def gradient_options(mesh: Mesh) -> dict[str, bool]:
+    """Return the compiler options of programs with gradients. On GPU they forbid kernels that give other bits each
+    time, such as cuDNN's usual backward pass of attention: a resumed run must equal an uninterrupted one."""
+    return {"xla_gpu_exclude_nondeterministic_ops": True} if mesh.devices.flat[0].platform == "gpu" else {}
+
+
 def rows(mesh: Mesh, axis: int = 0, *, tokens: bool = False) -> NamedSharding:
     """Return the sharding of an array whose dimension `axis` counts rows; with `tokens` the next dimension counts
     tokens."""

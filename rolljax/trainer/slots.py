@@ -30,7 +30,7 @@ from rolljax.model.decoder import Model, Params
 from rolljax.model.lora import Base, Lora, LoraSlots, SlottedAdapters
 from rolljax.trainer import vocab
 from rolljax.trainer.forward import NumShards
-from rolljax.trainer.mesh import num_batch_shards, param_shardings, put, replicated, rows
+from rolljax.trainer.mesh import gradient_options, num_batch_shards, param_shardings, put, replicated, rows
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
@@ -349,8 +349,9 @@ class SlotTrainer:
                 new, outputs = jax.grad(self._losses, has_aux=True)(adapters, scales, base, batch)
             return jax.tree.map(jnp.add, grads, new), *outputs
 
-        whole = replicated(self.mesh)
-        return jax.jit(run, donate_argnums=0, out_shardings=(self._shardings.grads, whole, whole))
+        whole, options = replicated(self.mesh), gradient_options(self.mesh)
+        out = (self._shardings.grads, whole, whole)
+        return jax.jit(run, donate_argnums=0, out_shardings=out, compiler_options=options)
 
     @functools.cached_property
     def _forward(self) -> jax.stages.Wrapped:

@@ -29,7 +29,7 @@ from rolljax.trainer.batch import COLUMNS, MAX_SAMPLERS, TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import UNSHARDED, NumShards, critic_values, policy_outputs
 from rolljax.trainer.kl import k3
-from rolljax.trainer.mesh import replicated
+from rolljax.trainer.mesh import gradient_options, replicated
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import ParamState
 
@@ -276,7 +276,8 @@ def make_policy_update(
         new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens, in_branch=optimizer.in_branch)
         return new, {**stats, **{f"optim/{k}": v for k, v in applied.items()}}
 
-    return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)
+    out = (shardings, replicated(mesh))
+    return jax.jit(update, out_shardings=out, donate_argnums=0, compiler_options=gradient_options(mesh))
 
 
 def make_critic_update(
@@ -308,4 +309,5 @@ def make_critic_update(
             state, stats = each(state, batch.required("old_values_C"), batch.required("critic_weights_C"), batch, base)
         return state, {k: v.min() if k == "critic/finite" else v.mean() for k, v in stats.items()}
 
-    return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)
+    out = (shardings, replicated(mesh))
+    return jax.jit(update, out_shardings=out, donate_argnums=0, compiler_options=gradient_options(mesh))

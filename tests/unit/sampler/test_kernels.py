@@ -12,10 +12,11 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as rag
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from rolljax.errors import ConfigError
+from rolljax.model import attention
 from rolljax.model.decoder import Model
 from rolljax.model.families.gemma3 import Gemma3Config
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.sampler import kernels
+from rolljax.sampler import kernels, kv
 from rolljax.sampler.arrays import Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.kernels import RaggedPath, TritonPath, paths_for, why_not
@@ -201,6 +202,47 @@ def test_auto_takes_the_first_measured_path_that_can_run(monkeypatch):
     assert type(choose("gpu")[1]) is TritonPath
     assert type(choose("gpu", page_size=5)[1]) is DensePath
     assert type(choose("gpu", "dense")[1]) is DensePath
+
+
+def test_prefill_by_cudnn_where_auto_takes_cudnn_in_training(monkeypatch):
+    by_cudnn = lambda *args, **kw: choose(*args, **kw)[0].chunks_by_cudnn  # noqa: E731
+    assert not by_cudnn("gpu")
+    monkeypatch.setattr(kernels, "implementation", lambda *_: "cudnn")
+    assert by_cudnn("gpu") and by_cudnn("gpu", "triton")
+    assert not by_cudnn("gpu", "dense") and not by_cudnn("gpu", tensor=2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_prefill_by_cudnn_asks_it_for_what_the_dense_path_computes(monkeypatch, window):
+    """Two chunks; this machine has no cuDNN, so the reference takes its call."""
+    calls = []
+
+    def reference(q, k, v, mask, *, causal):
+        calls.append(causal)
+        after = jnp.tri(q.shape[1], k.shape[1], dtype=bool)
+        return attention.attention(q, k, v, mask & after if causal else mask)
+
+    monkeypatch.setattr(kv, "cudnn", reference)
+    plain = DensePath(MODEL.cfg, "float32", 4, 8, False)
+    rng, table = np.random.default_rng(0), jnp.arange(8).reshape(2, 4)
+    heads = (MODEL.cfg.num_heads, *[MODEL.cfg.num_kv_heads] * 2)
+    qkv = [jnp.asarray(rng.normal(size=(2, 16, n, MODEL.cfg.head_dim)), jnp.float32) for n in heads]
+    looks = None if window is None else attention.Window(window, True)
+
+    def mixed(path):
+        pool, out = jnp.zeros(path.pool_shape(8), path.pool_dtype), []
+        for start, read in ((0, 0), (8, 2)):
+            reading, cache = path.open(pool, table, jnp.full(2, start), 8, read)
+            attend = path.attend(reading, 0, jnp.full(2, 8))
+            chunk, cache = attend(*(x[:, start : start + 8] for x in qkv), cache, 0, looks)
+            pool = path.close(pool, reading, cache, jnp.full(2, 8))
+            out.append(chunk)
+        return jnp.concatenate(out, 1), pool
+
+    wanted, found = mixed(plain), mixed(dataclasses.replace(plain, chunks_by_cudnn=True))
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    assert calls == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ mesh, log-probs, loss and gradients are the same. For losses of tokens, of seque
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import ARRAYS, PackShape, Sample, pack
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import critic_values, policy_outputs
-from rolljax.trainer.mesh import MeshSpec, put_batch, replicated
+from rolljax.trainer.mesh import MeshSpec, gradient_options, put_batch, replicated
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import fingerprint
@@ -604,3 +605,16 @@ def test_a_batch_is_placed_by_rows(batches):
     for array in placed.arrays().values():
         assert {s.data.shape[:2] for s in array.addressable_shards} == {(3, 1)}
     assert placed.num_tokens.sharding.is_fully_replicated
+
+
+# ---- repeatable bits ------------------------------------------------------------------------------------------------
+
+
+def test_programs_with_gradients_take_no_gpu_kernel_that_gives_other_bits_each_time():
+    """XLA knows the option on every platform, so its name can be checked here."""
+    gpu = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+    options = gradient_options(gpu)
+    assert options and not gradient_options(MeshSpec().build(jax.devices()[:1]))
+    jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={f"{name}_": value for name, value in options.items()})(1.0)
