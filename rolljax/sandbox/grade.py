@@ -6,6 +6,7 @@ happens where no verdict is made. Tests and expected values are never in its san
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -123,7 +124,9 @@ def _grade(
     err_r, err_w = os.pipe()
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     handles: list[SandboxHandle] = []
+    turn = contextlib.ExitStack()
     try:
+        turn.enter_context(host.program())
         private = {name: command_line.inside(name) for name in programs}
         argv = [*command_line.isolated_python(), command_line.inside_path(programs[0])]
         handles.append(host.start(argv, [theirs.fileno(), null, err_w], artefacts, private, profile, profile.wall_s))
@@ -154,6 +157,7 @@ def _grade(
                 os.close(fd)
         ours.close()
         theirs.close()
+        turn.close()
     ms = (time.monotonic() - start) * 1e3
     return _verdict(handles[0], handles[1], said, errors, num_tests, ms)
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from rolljax.errors import ConfigError, EnvError, InfraError
@@ -37,6 +37,13 @@ class SandboxGone(EnvError):
 
     def __reduce__(self) -> tuple[type[SandboxGone], tuple[str]]:
         return SandboxGone, (self.killed_by,)
+
+
+NOT_ITS_FAULT = {
+    "machine": "the machine ran out of memory and killed a sandbox: give it fewer or smaller ones",
+    "outside": "a sandbox was killed from outside",
+}
+"""What to say of a sandbox that was killed, but not because of the code in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +136,7 @@ class SandboxHost:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self.config.slots)
+        self._programs = threading.BoundedSemaphore(self.config.programs)
         self._launcher: Launcher | None = None
         self._closed = False
         self.before_close: list[Callable[[], None]] = []
@@ -146,12 +154,31 @@ class SandboxHost:
         profile: Profile = CODE,
     ) -> Result:
         """Run one program in a new sandbox until it ends."""
+        with self.program():
+            return self._run(argv, stdin, files or {}, profile)
+
+    @contextlib.contextmanager
+    def program(self) -> Iterator[None]:
+        """Be one of the `SandboxConfig.programs` that compute at the same time.
+
+        Raises:
+          InfraError: none of them ended for `slot_wait_s`.
+        """
+        most, wait_s = self.config.programs, self.config.slot_wait_s
+        if not self._programs.acquire(timeout=wait_s):
+            raise InfraError(f"{most} programs were running for {wait_s:g} s, as many as SandboxConfig.programs allows")
+        try:
+            yield
+        finally:
+            self._programs.release()
+
+    def _run(self, argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], profile: Profile) -> Result:
         start = time.monotonic()
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
         ours, theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
         try:
             try:
-                handle = self.start(argv, theirs, files or {}, {}, profile, profile.wall_s)
+                handle = self.start(argv, theirs, files, {}, profile, profile.wall_s)
             finally:
                 for fd in theirs:
                     os.close(fd)
@@ -340,10 +367,10 @@ def ended_with(handle: SandboxHandle, said: bytes) -> int:
     """Return the exit code of a finished sandbox; 127 when its program was not found.
 
     Raises:
-      InfraError: the sandbox ended before its program began, or the machine ran out of memory and took it.
+      InfraError: the sandbox ended before its program began, or was killed by the machine or by somebody on it.
     """
-    if handle.exit["killed_by"] == "machine":
-        raise InfraError("the machine ran out of memory and killed a sandbox: give it fewer or smaller ones")
+    if reason := NOT_ITS_FAULT.get(handle.exit["killed_by"]):
+        raise InfraError(reason)
     if handle.exit["started"]:
         return int(handle.exit["code"])
     if said.startswith(b"bwrap: execvp "):

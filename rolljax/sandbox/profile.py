@@ -86,10 +86,13 @@ class SandboxConfig:
 
     backend: Literal["bwrap", "none"] = "bwrap"
     """`bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only."""
-    slots: Annotated[int, Range(low=1, high=4096)] = 64
+    slots: Annotated[int, Range(low=1, high=4096)] = 1024
     """Maximum number of sandboxes at the same time."""
+    programs: Annotated[int, Range(low=1, high=4096)] = 64
+    """Maximum number of one-shot programs and gradings at the same time. Live sandboxes mostly wait for the policy;
+    programs compute, and more at a time only bring each of them nearer to its time limit."""
     slot_wait_s: float = 60.0
-    """Longest time in seconds to wait for a free slot."""
+    """Longest time in seconds to wait for a free slot, and for the end of another program."""
     warm: int = 0
     """Number of idle live sandboxes that are kept started, of the profile that was opened last."""
     first_uid: Annotated[int, Range(low=1000, remedy="lower ones are users of the system")] = 300_000

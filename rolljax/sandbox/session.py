@@ -17,7 +17,16 @@ from typing import Any
 
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.sandbox import command_line
-from rolljax.sandbox.host import END_S, START_S, Result, SandboxGone, SandboxHost, ended_with, shared_host
+from rolljax.sandbox.host import (
+    END_S,
+    NOT_ITS_FAULT,
+    START_S,
+    Result,
+    SandboxGone,
+    SandboxHost,
+    ended_with,
+    shared_host,
+)
 from rolljax.sandbox.inside import wire
 from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import TERMINAL, Profile
@@ -26,6 +35,7 @@ ANSWER_S = 20.0
 """Seconds that an answer may take in addition to the time limit of the request."""
 MAX_HEADER = 1 << 16
 AGENT_FILES = ("agent.py", "wire.py")
+_LOST = {**NOT_ITS_FAULT, "host": "a live sandbox was lost with its supervisor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +258,8 @@ class Sandbox:
         """Do what `_ask` does for a caller that holds the lock."""
         if self._closed:
             raise EnvError("the sandbox is closed")
+        if reason := _LOST.get(self._killed_by):
+            raise InfraError(reason)
         if self._killed_by:
             raise SandboxGone(self._killed_by)
         deadline = time.monotonic() + limit_s
@@ -300,8 +312,8 @@ class Sandbox:
         self._handle.kill("agent")
         self._handle.wait(END_S)
         self._killed_by = self._handle.exit.get("killed_by") or "agent"
-        if self._killed_by == "host":
-            raise InfraError("a live sandbox was lost with its supervisor")
+        if reason := _LOST.get(self._killed_by):
+            raise InfraError(reason)
         ended_with(self._handle, b"")
         self._fresh_loss = True
         return SandboxGone(self._killed_by)

@@ -29,6 +29,7 @@ from rolljax.sandbox import (
     SandboxHost,
     collect,
     command_line,
+    grade_python,
     popen,
     run,
     run_served,
@@ -36,6 +37,7 @@ from rolljax.sandbox import (
     shared_host,
 )
 from rolljax.sandbox.profile import MIB
+from rolljax.sandbox.supervisor import procfs
 from tests.e2e.sandbox_support import as_ordinary_user, eventually, needs_root, needs_sandbox, running
 
 pytestmark = needs_sandbox
@@ -276,6 +278,30 @@ def test_slots_run_out_with_an_error_that_may_be_retried():
         with Sandbox.open(host=host), pytest.raises(InfraError, match="slots"):
             host.run(["true"])
         assert host.run(["true"]).returncode == 0
+
+
+def test_live_sandboxes_leave_programs_their_places_and_programs_wait_for_each_other():
+    with SandboxHost(SandboxConfig(programs=1, slot_wait_s=0.2)) as host, ThreadPoolExecutor(1) as pool:
+        with Sandbox.open(host=host), Sandbox.open(host=host):
+            sleeper = pool.submit(host.run, ["sleep", "100"], profile=dataclasses.replace(CODE, wall_s=5.0))
+            assert eventually(lambda: host.num_alive == 3)
+            with pytest.raises(InfraError, match="SandboxConfig.programs"):
+                host.run(["true"])
+            with pytest.raises(InfraError, match="SandboxConfig.programs"):
+                grade_python("def f(): return 1", "f", "def check(c): assert c() == 1", host=host)
+        assert sleeper.result().timed_out
+        assert host.run(["true"]).returncode == 0
+
+
+def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_code_in_it():
+    """The outer process of bubblewrap cannot be reached from inside."""
+    with SandboxHost() as host, Sandbox.open(host=host) as box:
+        parents = procfs.process_table().items()
+        (outer,) = [pid for pid, (parent, _) in parents if parent == host._launcher.process.pid]
+        os.kill(outer, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(InfraError, match="killed from outside"):
+                assert eventually(lambda: box.run("echo") is None)
 
 
 def test_teardown_of_a_busy_sandbox_is_bounded(host):

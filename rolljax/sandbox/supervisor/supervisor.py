@@ -285,10 +285,13 @@ class Supervisor:
             sandbox.watch.close()
         if sandbox.cgroup and cgroup.leave(sandbox.cgroup):
             sandbox.killed_by = sandbox.killed_by or "memory"
-        started = bool(sandbox.code is not None or sandbox.killed_by) if self.isolate else not sandbox.error
         code = sandbox.status if sandbox.code is None else sandbox.code
-        if not sandbox.killed_by and abs(code) in (SIGKILL, 128 + SIGKILL) and procfs.oom_kills() > sandbox.oom_kills:
-            sandbox.killed_by = "machine"
+        if not sandbox.killed_by and abs(code) in (SIGKILL, 128 + SIGKILL):
+            if procfs.oom_kills() > sandbox.oom_kills:
+                sandbox.killed_by = "machine"
+            elif self.isolate and sandbox.inner and sandbox.code is None:  # code inside cannot reach the outer process
+                sandbox.killed_by = "outside"
+        started = bool(sandbox.code is not None or sandbox.killed_by) if self.isolate else not sandbox.error
         self.slots.free.append(sandbox.number)
         del self.sandboxes[sandbox.id]
         self.say(
