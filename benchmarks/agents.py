@@ -1,6 +1,6 @@
 """Agents that learn: every multi-turn config for some seeds, and IPA against GRPO where nothing succeeds by chance.
 
-    python benchmarks/agents.py --figure docs/agents.png               # five tasks, 2 seeds each
+    python benchmarks/agents.py --figure docs/agents.png               # four tasks, 2 seeds each
     # eight doors: GRPO, rollback, parallel
     python benchmarks/agents.py --ipa --figure rolljax/recipes/rome/agent_ipa.png
 
@@ -21,7 +21,6 @@ TASKS = {
     "frozen lake": "frozen_lake",
     "guess a number": "agents/guess_number",
     "key and door": "agents/key_door",
-    "shop": "shop",
     "calculator (MCP)": "agents/calculator",
 }
 PARALLEL = "ExpertStarts.mode = 'parallel'"
