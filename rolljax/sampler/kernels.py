@@ -101,7 +101,8 @@ def paths_for(
         return ragged, ragged
     dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu")
     chunk = (rows, MIN_CHUNK, cfg.num_heads, cfg.head_dim)
-    if attention != "dense" and mesh.size == 1 and implementation("auto", mesh, chunk, dtype) == "cudnn":
+    may = attention != "dense" and mesh.size == 1 and page_size % 2 == 0  # cuDNN takes even numbers of keys
+    if may and implementation("auto", mesh, chunk, dtype) == "cudnn":
         dense = dataclasses.replace(dense, chunks_by_cudnn=True)
     if name == "triton":
         return dense, TritonPath(cfg, dtype, page_size, num_pages, False, mesh)

@@ -54,7 +54,8 @@ class SamplerConfig:
     attention: Literal["auto", "dense", "ragged", "triton"] = "auto"
     """Method by which decode steps read KV pages. 'dense' copies the context out of the pages, once per dispatch (XLA,
     any device); 'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read the pages in
-    place. 'auto': 'ragged' on TPU, 'dense' on other devices (docs/scaling.md)."""
+    place. 'auto': 'ragged' on TPU, 'triton' on GPUs where it was measured, with prefill by cuDNN, 'dense' on other
+    devices (docs/scaling.md)."""
     tensor: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so

@@ -367,7 +367,7 @@ def ended_with(handle: SandboxHandle, said: bytes) -> int:
     """Return the exit code of a finished sandbox; 127 when its program was not found.
 
     Raises:
-      InfraError: the sandbox ended before its program began, or was killed by the machine or by somebody on it.
+      InfraError: the sandbox ended before its program began, or was killed, but not because of the code in it.
     """
     if reason := NOT_ITS_FAULT.get(handle.exit["killed_by"]):
         raise InfraError(reason)
