@@ -1,6 +1,6 @@
 """Eight environments of GEM, learned by PPO, GRPO, REINFORCE and ReBN with the same budget.
 
-    python benchmarks/gem.py --out runs/gem --figure rolljax/recipes/gem/gem.png      # an hour of one core
+    python benchmarks/gem.py --out runs/gem --figure rolljax/recipes/gem/gem.png      # an hour and a half on two cores
 
 Each environment and seed has one warm start, from which all four algorithms begin: 60 steps of 128 episodes. Every run
 is a process of its own; a finished run is used as it is. The table gives the held-out reward at the end, mean over

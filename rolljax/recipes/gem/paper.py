@@ -9,10 +9,10 @@ REPRODUCTION = Reproduction(
     name="GEM",
     claim="returns of turns with a discount, normalised over the batch",
     there="baselines on 24 environments",
-    here="2.92 turns for a number of 10 with a discount of .9, 3.46 without",
+    here="eight environments: all of PPO, GRPO, REINFORCE and ReBN learn four (guess a number: .39 to .89 and more)",
     state="partly",
     seeds=3,
     config="gem",
-    figure="docs/algorithms_bench.png",
-    why="one game, as a table of logits; four algorithms on eight environments are a benchmark that was not run",
+    figure="rolljax/recipes/gem/gem.png",
+    why="ReBN is no better than the others; with a discount of .9 a table of logits takes 2.92 turns instead of 3.46",
 )
