@@ -271,7 +271,15 @@ def test_profiles_that_cannot_work_are_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"backend": "docker"}, {"slots": 0}, {"warm": 64}, {"warm": -1}, {"first_uid": 0}, {"cgroup": "/nowhere"}]
+    "wrong",
+    [
+        {"backend": "docker"},
+        {"slots": 0},
+        {"slots": 64, "warm": 64},
+        {"warm": -1},
+        {"first_uid": 0},
+        {"cgroup": "/nowhere"},
+    ],
 )
 def test_hosts_that_cannot_work_are_refused(wrong):
     with pytest.raises(ConfigError):
