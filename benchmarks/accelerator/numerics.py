@@ -230,7 +230,8 @@ def paged_errors(piece: Piece) -> None:
 
 
 def prefill_errors(piece: Piece) -> None:
-    """Check the second chunk of a prefill, over pages that the first has written."""
+    """Check a prefill in two chunks; the second reads pages that the first has written. 'dense' prefills by XLA,
+    'triton' by cuDNN where 'auto' takes it."""
     import jax
     import jax.numpy as jnp
 

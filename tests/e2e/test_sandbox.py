@@ -280,7 +280,7 @@ def test_slots_run_out_with_an_error_that_may_be_retried():
         assert host.run(["true"]).returncode == 0
 
 
-def test_live_sandboxes_leave_programs_their_places_and_programs_wait_for_each_other():
+def test_programs_have_a_limit_of_their_own():
     with SandboxHost(SandboxConfig(programs=1, slot_wait_s=0.2)) as host, ThreadPoolExecutor(1) as pool:
         with Sandbox.open(host=host), Sandbox.open(host=host):
             sleeper = pool.submit(host.run, ["sleep", "100"], profile=dataclasses.replace(CODE, wall_s=5.0))

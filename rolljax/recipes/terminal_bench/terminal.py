@@ -192,7 +192,7 @@ class TerminalEnv(Env):
         self._box = Sandbox.open(dataclasses.replace(_profile(self._task), readable=self._spec.readable))
         build(self._box, self._task)
         self._box.run(enter(self._task), timeout_s=self._spec.command_timeout_s)
-        self._processes = self._box.stats().get("processes", 0)  # none: it is gone, as the next command will find
+        self._processes = self._box.stats().get("processes", 0)  # none when the sandbox has ended
         self._turns, self._over, self._last = 0, False, ""
         self._repeated: tuple[tuple[str, str], int] = ("", ""), 0
         text = self._spec.prompt

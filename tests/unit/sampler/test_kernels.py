@@ -213,7 +213,7 @@ def test_prefill_by_cudnn_where_auto_takes_cudnn_in_training(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_prefill_by_cudnn_asks_it_for_what_the_dense_path_computes(monkeypatch, window):
+def test_prefill_by_cudnn_gives_what_the_dense_path_gives(monkeypatch, window):
     """Two chunks; this machine has no cuDNN, so the reference takes its call."""
     calls = []
 
