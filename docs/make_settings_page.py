@@ -58,6 +58,7 @@ GROUPS = {
     "sampler": "The sampler",
     "rollout": "Episodes",
     "envs.pool": "The pool of environments",
+    "sandbox": "Sandboxes",
     "trainer.optimizer": "Optimizers",
     "trainer": "Parts of algorithms",
     "envs": "Environments",

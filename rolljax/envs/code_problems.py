@@ -141,9 +141,9 @@ class CodeEnv(Env):
         self._problem: Problem | None = None
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        from rolljax.sandbox import SandboxConfig, shared_host
+        from rolljax.sandbox import shared_host
 
-        self._host = shared_host(SandboxConfig(backend=self._spec.sandbox))  # ConfigError where nothing can be isolated
+        self._host = shared_host(self._spec.sandbox)  # ConfigError where nothing can be isolated
         problems = self._spec.problems()
         self._problem = problems[task.index % len(problems)]
         if self._problem.question != task.content:

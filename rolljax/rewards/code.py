@@ -54,13 +54,13 @@ class Code(Checked, Rule):
         self._problem(around.env, around.env.task(0))
 
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
-        from rolljax.sandbox import SCORE, SandboxConfig, grade_mbpp, grade_python, shared_host
+        from rolljax.sandbox import SCORE, grade_mbpp, grade_python, shared_host
 
         problem = self._problem(env, task)
         program = program_of(said.text, problem)
         if program is None:
             return Reward(0.0, {"no_code": 1.0}, False)
-        host = shared_host(SandboxConfig(backend=self.sandbox))
+        host = shared_host(self.sandbox)
         limits = dataclasses.replace(SCORE, wall_s=self.timeout_s, cpu_s=int(self.timeout_s) + 1)
         how: dict[str, Any] = {"profile": limits, "host": host}
         entry, tests = problem.entry_point, problem.tests

@@ -9,7 +9,18 @@ bubblewrap command), `seccomp.py` (its filter), `launcher.py` and `supervisor/` 
 
 from rolljax.sandbox.grade import GradeResult, grade, grade_mbpp, grade_python
 from rolljax.sandbox.group import SandboxGroup
-from rolljax.sandbox.host import ProgramStream, Result, SandboxGone, SandboxHost, available, popen, run, shared_host
+from rolljax.sandbox.host import (
+    ProgramStream,
+    Result,
+    SandboxGone,
+    SandboxHost,
+    available,
+    configure,
+    popen,
+    run,
+    settings,
+    shared_host,
+)
 from rolljax.sandbox.profile import CODE, MCP, PROFILES, SCORE, TERMINAL, Profile, SandboxConfig
 from rolljax.sandbox.served import run_served
 from rolljax.sandbox.session import CommandResult, Sandbox, collect
@@ -32,11 +43,13 @@ __all__ = [
     "GradeResult",
     "available",
     "collect",
+    "configure",
     "grade",
     "grade_mbpp",
     "grade_python",
     "popen",
     "run",
     "run_served",
+    "settings",
     "shared_host",
 ]

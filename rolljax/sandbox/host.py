@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, Literal
 
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.sandbox import command_line
@@ -423,11 +423,24 @@ def available() -> str:
 
 _shared: dict[tuple[int, SandboxConfig], SandboxHost] = {}
 _shared_lock = threading.Lock()
+_settings = SandboxConfig()
 
 
-def shared_host(config: SandboxConfig | None = None) -> SandboxHost:
-    """Return this process's host for these settings; made on first use and closed when the process exits."""
-    key = os.getpid(), config or SandboxConfig()
+def settings() -> SandboxConfig:
+    """Return the settings of this process's shared hosts."""
+    return _settings
+
+
+def configure(config: SandboxConfig) -> None:
+    """Set the settings of this process's shared hosts. Workers of environments that it starts later have them too."""
+    global _settings
+    _settings = config
+
+
+def shared_host(backend: Literal["bwrap", "none"] | None = None) -> SandboxHost:
+    """Return this process's host with the settings of `configure`, or with another backend; made on first use and
+    closed when the process exits."""
+    key = os.getpid(), dataclasses.replace(_settings, backend=backend) if backend else _settings
     with _shared_lock:
         if key not in _shared:
             _shared[key] = SandboxHost(key[1])

@@ -324,7 +324,8 @@ def test_a_closed_host_says_so():
 
 
 def test_the_shared_host_is_one_per_process_and_setting():
-    assert shared_host() is shared_host(SandboxConfig())
+    assert shared_host() is shared_host("bwrap")
+    assert shared_host("none") is not shared_host()
     assert run(["echo", "hi"]).text == "hi\n"
 
 

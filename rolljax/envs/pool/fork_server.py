@@ -23,6 +23,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from rolljax import sandbox
 from rolljax.concurrency.child import kill_group, unpickled
 from rolljax.envs.pool import wire
 
@@ -68,7 +69,8 @@ class ForkServer:
 
     def __init__(self, pool: socket.socket, news: TextIO) -> None:
         self._pool, self._news = pool, news
-        spec, self._max_bytes, self._memory_bytes = unpickled(sys.stdin.buffer.readline())
+        spec, self._max_bytes, self._memory_bytes, sandboxes = unpickled(sys.stdin.buffer.readline())
+        sandbox.configure(sandboxes)
         self._spec = pickle.loads(spec)
         with contextlib.suppress(Exception):  # a failure to load raises again in resets
             self._spec.warm()

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from rolljax import sandbox
 from rolljax.concurrency.waits import Mailbox, Sleeper
 from rolljax.envs.base import Action, EnvSpec, ProgramLaunch, StepResult
 from rolljax.envs.pool.blame import Blame
@@ -87,6 +88,8 @@ class EnvPool:
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec, backend: Backend | None = None) -> None:
         self.cfg, self.spec = cfg, spec
+        if cfg.sandboxes is not None:
+            sandbox.configure(cfg.sandboxes)
         self.broken = ""
         """The reason why no more episodes are opened; empty while they are."""
         self._backend = backend or _backend_of(cfg, spec)

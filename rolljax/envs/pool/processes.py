@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from rolljax import sandbox
 from rolljax.concurrency.child import OUTSIDE, Child, ChildError, LinePipe, how_it_ended, pickled, python_path
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
@@ -86,7 +87,7 @@ class ProcessLink:
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
         self._cfg = cfg
         memory_bytes = int(cfg.memory_gib * 2**30)
-        self._first = pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
+        self._first = pickled((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes, sandbox.settings()))
         self._peers: dict[int, _ProcessPeer] = {}
         self._failed: collections.deque[tuple[int, str]] = collections.deque()
         self._selector = selectors.DefaultSelector()

@@ -24,6 +24,7 @@ from rolljax.envs.pool.link import LinkEvents
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.ray_cluster import CLUSTER
 from rolljax.envs.pool.settings import PoolConfig
+from rolljax.sandbox import SandboxConfig, configure, settings
 
 PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -31,7 +32,8 @@ PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_TH
 class Actor:
     """The class of Ray's actors."""
 
-    def __init__(self, spec: bytes, max_bytes: int) -> None:
+    def __init__(self, spec: bytes, max_bytes: int, sandboxes: SandboxConfig) -> None:
+        configure(sandboxes)
         self._episodes = wire.WorkerEpisodes(pickle.loads(spec), max_bytes)
 
     def ready(self) -> bytes:
@@ -86,7 +88,7 @@ class RayLink:
     def start(self, generation: int) -> None:
         cpus = self._share.cpus
         cls = self._ray.remote(Actor).options(num_cpus=cpus, **self._options)
-        actor = cls.remote(self._spec, self._cfg.max_observation_bytes)
+        actor = cls.remote(self._spec, self._cfg.max_observation_bytes, settings())
         peer = self._peers[generation] = _ActorPeer(actor, cpus)
         self._await(generation, peer, peer.actor.ready.remote())
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 from rolljax.errors import ConfigError, Range, check_fields
+from rolljax.sandbox import SandboxConfig
 
 Where = Literal["auto", "thread", "process", "ray"]
 
@@ -56,6 +57,9 @@ class PoolConfig:
     """Newest episodes that `max_fault_frac` is a share of."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that workers get although their names look like secrets."""
+    sandboxes: SandboxConfig | None = None
+    """Settings of the sandboxes that episodes use. Each process that runs episodes has them; they stay until another
+    pool sets its own. None: as they are (`rolljax.sandbox.configure`)."""
     ray_address: str = ""
     """Address of a running Ray cluster; empty: the cluster that this process is connected to, otherwise a new one on
     this host."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from rolljax import sandbox
 from rolljax.envs.base import Action, Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.pool import EnvPool, PoolConfig, wire
@@ -21,6 +22,7 @@ from rolljax.envs.pool.episode_runner import check_answer, check_messages, check
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.wire import WorkerEpisodes
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError
+from rolljax.sandbox import SandboxConfig
 from rolljax.types import Message, Task
 
 LIMIT = 1000
@@ -76,6 +78,10 @@ class ScriptedEnv(Env):
     def close(self):
         if self.spec.close:
             self.spec.close(self.index)
+
+
+def slots_here(index, action):
+    return StepResult((Message("user", "."),), float(sandbox.settings().slots), False)
 
 
 @pytest.fixture
@@ -390,6 +396,16 @@ def test_where_decides_over_what_the_environment_says(make_pool):
 
     pool = make_pool(Heavy, where="thread")
     assert run(one_step(pool, 3)).reward == 3.0
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_a_pool_sets_the_sandboxes_of_every_process_that_runs_episodes(make_pool, where):
+    before = sandbox.settings()
+    try:
+        pool = make_pool(methods={"step": slots_here}, where=where, workers=1, sandboxes=SandboxConfig(slots=7))
+        assert run(one_step(pool, 0)).reward == 7.0
+    finally:
+        sandbox.configure(before)
 
 
 @pytest.mark.parametrize(
