@@ -1,12 +1,13 @@
 """Running untrusted code: isolated programs, live shells, streams and graders. Linux with bubblewrap.
 
 `profile.py` settings; `host.py` one-shot programs and streams; `session.py` live sandboxes; `served.py` programs that
-can reach one server; `grade.py` graders; `group.py` many live sandboxes by id. Below them: `command_line.py` (the
-bubblewrap command), `seccomp.py` (its filter), `launcher.py` and `supervisor/` (the process that starts and reaps),
-`inside/` (what runs in a sandbox).
+can reach one server; `egress.py` a proxy to named servers; `grade.py` graders; `group.py` many live sandboxes by id.
+Below them: `command_line.py` (the bubblewrap command), `seccomp.py` (its filter), `launcher.py` and `supervisor/` (the
+process that starts and reaps), `inside/` (what runs in a sandbox).
 `doctor.py` is `python -m rolljax.sandbox`.
 """
 
+from rolljax.sandbox.egress import Egress, check_egress
 from rolljax.sandbox.grade import GradeResult, grade, grade_mbpp, grade_python
 from rolljax.sandbox.group import SandboxGroup
 from rolljax.sandbox.host import (
@@ -32,6 +33,7 @@ __all__ = [
     "SCORE",
     "TERMINAL",
     "CommandResult",
+    "Egress",
     "Profile",
     "Result",
     "Sandbox",
@@ -42,6 +44,7 @@ __all__ = [
     "ProgramStream",
     "GradeResult",
     "available",
+    "check_egress",
     "collect",
     "configure",
     "grade",

@@ -27,17 +27,17 @@ CONNECT_S = 10.0
 
 
 class Forward:
-    """Forwards the connections of a listening socket to a server.
+    """Forwards the connections of a listening socket.
 
     Args:
-      address: host and port of the server.
+      connect: returns the socket of the other end for a new connection; None if it has refused the connection.
     """
 
-    def __init__(self, listener: socket.socket, address: tuple[str, int]) -> None:
+    def __init__(self, listener: socket.socket, connect: Callable[[socket.socket], socket.socket | None]) -> None:
         self.port: int = listener.getsockname()[1]
         self.broken = ""
-        """The reason why the server cannot be reached; empty while it can."""
-        self._listener, self._address = listener, address
+        """The last error of `connect`; empty while there was none."""
+        self._listener, self._connect = listener, connect
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -77,24 +77,35 @@ class Forward:
 
     def _serve(self, theirs: socket.socket) -> None:
         """Forward one connection until either side ends it."""
-        try:
-            with theirs, socket.create_connection(self._address, CONNECT_S) as ours:
-                ours.settimeout(None)
-                with self._lock:
-                    if self._closed:
-                        return
-                    self._sockets |= {theirs, ours}
-                try:
-                    back = self._thread(self._copy, ours, theirs)
-                    self._copy(theirs, ours)
-                    back.join()
-                finally:
-                    with self._lock:
-                        self._sockets -= {theirs, ours}
-        except OSError as e:
-            self.broken = f"the server at {self._address[0]}:{self._address[1]} cannot be reached: {e}"
-        finally:
-            self._free.release()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._free.release)
+            if not self._holds(theirs, ends):
+                return
+            try:
+                ours = self._connect(theirs)
+            except OSError as e:
+                self.broken = str(e)
+                return
+            if ours is None or not self._holds(ours, ends):
+                return
+            ours.settimeout(None)
+            back = self._thread(self._copy, ours, theirs)
+            self._copy(theirs, ours)
+            back.join()
+
+    def _holds(self, end: socket.socket, ends: contextlib.ExitStack) -> bool:
+        """Close a socket at the end; return whether it may be used: `close` ends it from now on."""
+        ends.enter_context(end)
+        with self._lock:
+            if self._closed:
+                return False
+            self._sockets.add(end)
+        ends.callback(self._leaves, end)
+        return True
+
+    def _leaves(self, end: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(end)
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -129,7 +140,7 @@ def run_served(
     Raises:
       EnvError: the code in the sandbox has ended it. InfraError: the server or the machine has failed.
     """
-    with Forward(box.listen(), address) as way:
+    with Forward(box.listen(), lambda _: socket.create_connection(address, CONNECT_S)) as way:
         url = f"http://127.0.0.1:{way.port}"
         sets = [f"{name}={value}" for name, value in variables(url).items()]
         start = time.monotonic()
@@ -141,5 +152,5 @@ def run_served(
                 excluded = excluded_s()
             result = box.wait(LOOK_S, stop=ran_s - excluded > deadline_s or bool(way.broken))
     if way.broken:
-        raise InfraError(way.broken)
+        raise InfraError(f"the server at {address[0]}:{address[1]} cannot be reached: {way.broken}")
     return result

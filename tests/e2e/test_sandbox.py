@@ -21,12 +21,14 @@ from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.sandbox import (
     CODE,
     TERMINAL,
+    Egress,
     Result,
     Sandbox,
     SandboxConfig,
     SandboxGone,
     SandboxGroup,
     SandboxHost,
+    check_egress,
     collect,
     command_line,
     grade_python,
@@ -536,6 +538,103 @@ def test_a_server_that_is_gone_is_not_the_programs_fault(box):
     gone.listener.close()
     with pytest.raises(InfraError, match="cannot be reached"):
         served(box, gone.address)
+
+
+TUNNEL = """
+import http.client, os, socket, sys
+def ask(host, port, text):
+    proxy = http.client.HTTPConnection(os.environ["HTTPS_PROXY"].removeprefix("http://"))
+    proxy.set_tunnel(host, port)
+    try:
+        proxy.connect()
+    except OSError as e:
+        return str(e)
+    proxy.sock.sendall(text)
+    return proxy.sock.recv(100)
+"""
+
+
+def tunnelled(box, way, code):
+    sets = [f"{name}={value}" for name, value in way.variables.items()]
+    result = box.execute(["/usr/bin/env", *sets, *PYTHON, TUNNEL + code])
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+def test_a_proxy_opens_tunnels_to_allowed_servers_and_nothing_else(box):
+    here, other = Echo(), Echo()
+    way = Egress(box, (f"LOCALHOST:{here.address[1]}",))
+    said = tunnelled(
+        box,
+        way,
+        f"""
+print(ask("localhost", {here.address[1]}, b"hi"))
+print(ask("localhost", {other.address[1]}, b"hi"))
+print(ask("127.0.0.1", {here.address[1]}, b"hi"))
+plain = http.client.HTTPConnection(os.environ["HTTPS_PROXY"].removeprefix("http://"))
+plain.request("GET", "http://localhost:{here.address[1]}/")
+print(plain.getresponse().status)
+try:
+    socket.create_connection(("127.0.0.1", {here.address[1]}))
+except OSError as e:
+    print(type(e).__name__)
+""",
+    )
+    refused = "Tunnel connection failed: 403 Forbidden\n"
+    assert said == f"b'hi'\n{refused}{refused}405\nConnectionRefusedError\n"
+    assert way.num_refused == 2
+    way.close()
+    assert "Connection refused" in tunnelled(box, way, "print(ask('localhost', 1, b''))")
+
+
+def test_a_proxy_answers_whatever_it_is_asked(box):
+    gone = Echo()
+    gone.listener.shutdown(socket.SHUT_RDWR)
+    gone.listener.close()
+    way = Egress(box, (f"localhost:{gone.address[1]}",))
+    said = tunnelled(
+        box,
+        way,
+        f"""
+def raw(sent):
+    with socket.create_connection(("127.0.0.1", int(os.environ["HTTPS_PROXY"].rpartition(":")[2]))) as s:
+        s.sendall(sent)
+        s.shutdown(socket.SHUT_WR)
+        return s.recv(100).split(b"\\r\\n")[0].decode()
+print(raw(b"CONNECT localhost:{gone.address[1]} HTTP/1.1\\r\\n\\r\\n"))
+print(raw(b"CONNECT localhost:\\xff HTTP/1.1\\r\\n\\r\\n"))
+print(raw(b"CONNECT\\r\\n\\r\\n"))
+print(raw(b"\\r\\n\\r\\n"))
+print(raw(b"x" * 8192))
+print(raw(b"CONNECT localhost:{gone.address[1]}") or "nothing")
+""",
+    )
+    assert said.splitlines() == [
+        "HTTP/1.1 502 Bad Gateway",
+        "HTTP/1.1 403 Forbidden",
+        "HTTP/1.1 403 Forbidden",
+        "HTTP/1.1 405 Method Not Allowed",
+        "HTTP/1.1 431 Request Header Fields Too Large",
+        "nothing",
+    ]
+    way.close()
+
+
+def test_a_domain_on_the_list_allows_its_hosts(box):
+    way = Egress(box, ("*.example.org:443", "pypi.org:443"))
+    allowed = ("a.example.org", "b.a.Example.org", "pypi.org", "PyPI.org.")
+    assert all(way.allows(host, 443) for host in allowed)
+    assert not any(way.allows(host, 443) for host in ("example.org", "badexample.org", "x.pypi.org", "org", ""))
+    assert not any(way.allows(host, 80) for host in allowed)
+    way.close()
+
+
+@pytest.mark.parametrize(
+    "place", ["pypi.org", "pypi.org:0", "pypi.org:99999", "*:443", "a b:1", "https://pypi.org:443"]
+)
+def test_a_list_of_servers_names_hosts_and_ports(place):
+    with pytest.raises(ConfigError, match="is no server"):
+        check_egress((place,), "egress")
 
 
 def test_readable_folders_can_be_read_and_not_written(host):

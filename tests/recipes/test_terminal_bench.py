@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import textwrap
 
 import pytest
@@ -191,6 +192,20 @@ def test_state_timeouts_and_lost_shells():
     assert "a new one was started" in seen[5] and seen[6] == "[exit code 0]\n[] /work"
     assert seen[7] == "[there is no command in the answer]"
     assert metrics(results)["timeouts_n"] == metrics(results)["no_command_n"] == 1
+
+
+def test_the_shell_reaches_servers_on_the_list_through_its_proxy():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"localhost:{server.getsockname()[1]}"
+        spec = TerminalTasks(only=("fix_backup",), egress=(place,))
+        connect = "exec 3<>/dev/tcp/127.0.0.1/${HTTPS_PROXY##*:}; printf 'CONNECT %s HTTP/1.1\\r\\n\\r\\n' WHERE >&3; head -1 <&3"
+        seen, results = play(
+            spec, [connect.replace("WHERE", place), connect.replace("WHERE", "pypi.org:443"), "finish"]
+        )
+    assert f"with a proxy (HTTPS_PROXY) to {place} alone" in seen[0]
+    assert "200 Connection established" in seen[1] and "403 Forbidden" in seen[2]
+    assert metrics(results)["egress_refused_n"] == 1
+    assert "without a network" in play(TerminalTasks(only=("fix_backup",)), [])[0][0]
 
 
 def test_long_output_keeps_its_end():

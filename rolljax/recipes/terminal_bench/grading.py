@@ -65,10 +65,10 @@ def build(box: Sandbox, task: HarborTask) -> None:
     _check_built(task, _report(result.stdout, order["nonce"]), result.stderr)
 
 
-def enter(task: HarborTask) -> str:
-    """Return a shell command that enters the task's folder and sets its variables."""
-    sets = "".join(f"export {key}={shlex.quote(value)}; " for key, value in task.env.items())
-    return f"{sets}cd {shlex.quote(task.workdir)}"
+def enter(workdir: str, variables: Mapping[str, str]) -> str:
+    """Return a shell command that enters a folder and sets variables."""
+    sets = "".join(f"export {key}={shlex.quote(value)}; " for key, value in variables.items())
+    return f"{sets}cd {shlex.quote(workdir)}"
 
 
 def list_files(box: Sandbox, roots: list[str]) -> list[tuple[str, int, str]]:

@@ -17,6 +17,7 @@ from rolljax.recipes.terminal_bench.dockerfile import Put
 from rolljax.recipes.terminal_bench.grading import Grade, Left, build, enter, grade, leave, list_files
 from rolljax.recipes.terminal_bench.harbor import HarborTask, find_tasks, load_task
 from rolljax.recipes.terminal_bench.tampering import PLACES, suspicious_files, suspicious_words
+from rolljax.sandbox import check_egress
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 OWN_TASKS = Path(__file__).with_name("terminal_tasks")
 PROMPT = """{instruction}
 
-You are at a bash shell in {workdir}, without a network. Answer with one command, or with a script in a ```bash block;
+You are at a bash shell in {workdir}, {network}. Answer with one command, or with a script in a ```bash block;
 you will be shown the exit code and the output. Answer finish when the task is done. You have {max_turns} turns."""
 
 
@@ -33,7 +34,7 @@ you will be shown the exit code and the output. Answer finish when the task is d
 class TerminalTasks(EnvSpec):
     """Sixteen tasks, two of each of eight domains, that bash, the core utilities and Python's standard library solve.
 
-    Every command runs in one sandbox without a network, in a shell that keeps its state. The episode ends when the
+    Every command runs in one sandbox, in a shell that keeps its state. The episode ends when the
     policy finishes, at `max_turns`, or when it repeats itself; then the task's artifacts are copied into a new sandbox
     and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
     """
@@ -54,7 +55,11 @@ class TerminalTasks(EnvSpec):
     max_repeats: int = 3
     """The episode is cut when one command gave one result this many times in a row; 0: never."""
     prompt: str = PROMPT
-    """The first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}."""
+    """The first message to the policy, with the task's {instruction}, its {workdir}, {network} and {max_turns}."""
+    egress: tuple[str, ...] = ()
+    """Servers that programs in the policy's sandbox may connect to, through a proxy (`HTTPS_PROXY`): `host:port`, or
+    `*.domain:port` for all hosts below a domain. Empty: there is no network. Whoever controls such a server can read
+    what the policy sends there; the tests run without a network in any case."""
     readable: tuple[str, ...] = ()
     """Folders of this machine that the policy's sandbox may read, at the same paths: an agent program
     (`AgentProgram.sandbox = 'task'`) and its libraries. Everybody must have the right to read them."""
@@ -64,6 +69,7 @@ class TerminalTasks(EnvSpec):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_egress(self.egress, f"{type(self).__name__}.egress")
         if self.max_repeats < 0 or self.max_repeats == 1:
             raise ConfigError(
                 "cannot be kept to",
@@ -179,10 +185,11 @@ class TerminalEnv(Env):
     def __init__(self, spec: TerminalTasks) -> None:
         self._spec = spec
         self._box: Any = None
+        self._egress: Any = None
         self._over = True
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        from rolljax.sandbox import Sandbox
+        from rolljax.sandbox import Egress, Sandbox
 
         tasks = self._spec.tasks()
         self._task = tasks[task.index % len(tasks)]
@@ -191,12 +198,18 @@ class TerminalEnv(Env):
         self.close()
         self._box = Sandbox.open(dataclasses.replace(_profile(self._task), readable=self._spec.readable))
         build(self._box, self._task)
-        self._box.run(enter(self._task), timeout_s=self._spec.command_timeout_s)
+        self._env, network = dict(self._task.env), "without a network"
+        if self._spec.egress:
+            self._egress = Egress(self._box, self._spec.egress)
+            self._env |= self._egress.variables
+            network = f"with a proxy (HTTPS_PROXY) to {', '.join(self._spec.egress)} alone"
+        self._box.run(enter(self._task.workdir, self._env), timeout_s=self._spec.command_timeout_s)
         self._processes = self._box.stats().get("processes", 0)  # none when the sandbox has ended
         self._turns, self._over, self._last = 0, False, ""
         self._repeated: tuple[tuple[str, str], int] = ("", ""), 0
         text = self._spec.prompt
-        for key, value in (("workdir", self._task.workdir), ("max_turns", str(self._spec.max_turns))):
+        said = {"workdir": self._task.workdir, "network": network, "max_turns": str(self._spec.max_turns)}
+        for key, value in said.items():
             text = text.replace(f"{{{key}}}", value)
         return (Message("user", text.replace("{instruction}", self._task.instruction)),)
 
@@ -239,7 +252,7 @@ class TerminalEnv(Env):
                 self._box,
                 program.argv,
                 program.address,
-                lambda url: program.variables(url) | dict(self._task.env),
+                lambda url: program.variables(url) | self._env,
                 stdin=program.stdin,
                 folder=self._task.workdir,
                 deadline_s=program.deadline_s,
@@ -264,6 +277,9 @@ class TerminalEnv(Env):
         return FINISH if self._last == solution else solution
 
     def close(self) -> None:
+        if self._egress is not None:
+            self._egress.close()
+            self._egress = None
         if self._box is not None:
             self._box.close()
 
@@ -273,7 +289,7 @@ class TerminalEnv(Env):
         try:
             result = self._box.run(command, timeout_s=limit_s)
             if result.restarted and not result.killed_by:
-                self._box.run(enter(self._task), timeout_s=limit_s)
+                self._box.run(enter(self._task.workdir, self._env), timeout_s=limit_s)
         except InfraError:
             raise
         except EnvError:  # a program of the policy has ended or damaged its own sandbox
@@ -293,6 +309,7 @@ class TerminalEnv(Env):
         """Take the policy's files, grade them elsewhere, and return the result."""
         self._over = True
         left = self._leave(counts)
+        counts["egress_refused_n"] += self._egress.num_refused if self._egress else 0
         self.close()
         result = self._grade(left) if left else Grade(False, {})  # a lost sandbox leaves nothing to test
         counts["tests_n"], counts["tests_passed_n"] = len(result.cases), result.num_passed
@@ -348,7 +365,7 @@ def clip(text: str, limit: int) -> str:
 
 _COUNTS = (
     "commands_n", "no_command_n", "ignored_n", "timeouts_n", "sandbox_lost_n", "stopped_repeating_n", "tamper_n",
-    "left_running_n", "not_taken_n", "tests_n", "tests_passed_n",
+    "egress_refused_n", "left_running_n", "not_taken_n", "tests_n", "tests_passed_n",
 )  # fmt: skip
 
 
