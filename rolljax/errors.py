@@ -83,7 +83,7 @@ class Range(NamedTuple):
     below: float | None = None
     """The upper end, excluded; `high` is included."""
     remedy: str = ""
-    """Remedy of the error."""
+    """Remedy of the error; empty: the default of the setting."""
 
     def check(self, settings: object, *names: str) -> None:
         """Check that fields of a settings object are within the range.
@@ -102,8 +102,9 @@ class Range(NamedTuple):
                 continue
             fits = (low is None or value >= low) and (above is None or value > above)
             if not (fits and (high is None or value <= high) and (below is None or value < below)):
-                setting = f"{type(settings).__name__}.{name}"
-                raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=remedy)
+                setting, default = f"{type(settings).__name__}.{name}", getattr(type(settings), name, None)
+                fix = remedy or (f"the default is {default:g}" if isinstance(default, int | float) else "")
+                raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=fix)
 
 
 @functools.cache
