@@ -67,7 +67,7 @@ def main() -> None:
     means = {name: statistics.mean(t) for name, t in tokens.items()}
     saved = 1 - means["pruned"] / means["raw"]
     print(f"\n{len(raw)} traces; tokens {means['raw']:.0f} -> {means['pruned']:.0f} (-{saved:.1%})")
-    for name, found in accuracy.items():
+    for name, found in accuracy.items() if args.seeds else ():
         print(f"{name:7} accuracy {statistics.mean(found):.3f}  ({', '.join(f'{a:.3f}' for a in found)})")
     (out / "result.json").write_text(json.dumps({"tokens": tokens, "accuracy": accuracy}))
     if args.figure:

@@ -6,10 +6,13 @@ say their papers in their docstrings; `PARTS` lists everything else that comes f
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from make_algorithm_pages import (
@@ -23,11 +26,13 @@ from make_algorithm_pages import (
     recipe_name,
 )
 
-from rolljax.config.files import find_config
+from rolljax.config.files import find_config, include_path
 from rolljax.trainer.paper import Reproduction
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "rolljax"
+RESULTS = DOCS / "recipes.jsonl"
+"""Minutes of recipes, measured by benchmarks/recipes.py."""
 NOTICE = "<!-- made by docs/make_papers_page.py from the code: do not edit -->"
 NAMES = """
 1503.02531 Distillation (Hinton)
@@ -150,6 +155,37 @@ def reproductions() -> list[Reproduction]:
     return sorted(found, key=lambda r: r.name.lower())
 
 
+def configs() -> list[str]:
+    """Return the configs that the page names as the ones of papers, without repetition."""
+    parts = [line.split("|")[4].strip() for line in PARTS.strip().splitlines()]
+    return list(dict.fromkeys(filter(None, [*(r.config for r in reproductions()), *parts])))
+
+
+def results() -> list[dict]:
+    """Return the measured recipes."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+
+
+def lines_of(path: str) -> Iterator[str]:
+    """Yield the lines of a gin file and of the files that it includes, without comments."""
+    for line in Path(path).read_text().splitlines():
+        if found := re.match(r"include '(.*)'", line):
+            yield from lines_of(include_path(path, found[1]))
+        elif line and not line.startswith("#"):
+            yield line
+
+
+def fingerprint(config: str) -> str:
+    """Return a hash of a config's settings, which changes with every setting and with no comment."""
+    return hashlib.sha256("\n".join(lines_of(find_config(config))).encode()).hexdigest()[:16]
+
+
+def minutes_of(config: str) -> float | None:
+    """Return the measured minutes of a config. None: it was not measured, or other settings were."""
+    found = [r["minutes"] for r in results() if r["config"] == config and r["settings"] == fingerprint(config)]
+    return found[0] if found else None
+
+
 def reproduction_rows() -> list[str]:
     """Return a row for each paper: what it claims, and how far that is shown here."""
     rows = []
@@ -158,7 +194,9 @@ def reproduction_rows() -> list[str]:
         config = f"[`{r.config}`]({os.path.relpath(find_config(r.config), DOCS)})" if r.config else ""
         figure = f"[figure]({os.path.relpath(PACKAGE.parent / r.figure, DOCS)})" if r.figure else ""
         state = f"{r.state}: {r.why}" if r.why else r.state
-        cells = (name, r.claim, config, r.there, r.here, str(r.seeds or ""), figure, state)
+        minutes = minutes_of(r.config) if r.config else None
+        took = "" if minutes is None else f"{max(minutes, 1):.0f}"
+        cells = (name, r.claim, config, took, r.there, r.here, str(r.seeds or ""), figure, state)
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 
@@ -225,8 +263,11 @@ def page() -> str:
         "*Shown*: the effect that the paper claims is here too, on a smaller problem, on at least three seeds and in a",
         "figure. No row repeats a paper's figure at its own size: the models here have a million parameters or less.",
         "",
-        "| paper | claim | `--gin` | figure there | figure here | seeds | picture | state |",
-        "|---|---|---|---|---|---|---|---|",
+        "Minutes are an estimate for this config alone on two cores, from a few steps of each phase",
+        "(`python benchmarks/recipes.py`); empty: not measured.",
+        "",
+        "| paper | claim | `--gin` | minutes | figure there | figure here | seeds | picture | state |",
+        "|---|---|---|---|---|---|---|---|---|",
         *reproduction_rows(),
         "",
         "## Algorithms",

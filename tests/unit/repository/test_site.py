@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import posixpath
 import re
 import sys
@@ -110,6 +111,25 @@ def test_every_paper_says_how_far_it_is_shown():
         assert r.state == "shown" or r.why, f"{r.name}: what is not shown, and why?"
         assert r.state != "shown" or (r.seeds >= 3 and r.figure and r.here and r.config), f"{r.name} is not shown"
         assert not r.figure or (DOCS.parent / r.figure).is_file(), f"{r.name}: no {r.figure}"
+
+
+def test_recipes_of_more_than_15_minutes_say_so():
+    for row in make_papers_page.results():
+        if row["minutes"] > 15 and make_papers_page.minutes_of(row["config"]):
+            comment = Path(make_papers_page.find_config(row["config"])).read_text().partition("\nfrom ")[0]
+            assert re.search(r"minutes? on two cores", comment), f"{row['config']}: {row['minutes']} minutes"
+
+
+def test_minutes_of_other_settings_are_not_shown(tmp_path, monkeypatch):
+    config, results = tmp_path / "made.gin", tmp_path / "recipes.jsonl"
+    config.write_text("include 'quickstart.gin'\nrl/Phase.steps = 5\n")
+    row = {"config": str(config), "minutes": 7.0, "settings": make_papers_page.fingerprint(str(config))}
+    results.write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(make_papers_page, "RESULTS", results)
+    config.write_text("# A comment.\n" + config.read_text())
+    assert make_papers_page.minutes_of(str(config)) == 7.0
+    config.write_text(config.read_text().replace("5", "6"))
+    assert make_papers_page.minutes_of(str(config)) is None
 
 
 # ---- coming from elsewhere ------------------------------------------------------------------------------------------
