@@ -14,16 +14,24 @@ from collections.abc import Sequence
 from typing import Any
 
 ATTEMPT = re.compile(r"^(Or |Again )?(digits|steps|stuck) .*$", re.M)
+SUMS = [(a, b) for a in range(10, 60) for b in range(10, 60)]
+NEW = [pair for pair in SUMS if max(pair) >= 40]
+"""Sums that a student of `short` chains has not seen: it has numbers below 40 only."""
 
 
-def trace(a: int, b: int, rng: random.Random) -> str:
-    """Return a long chain of thought about a + b: one or two attempts fail or stop, the right one is repeated."""
+def trace(a: int, b: int, rng: random.Random, only: str = "") -> str:
+    """Return a long chain of thought about a + b: one or two attempts fail or stop, the right one is repeated.
+
+    only: the method of all attempts; empty: both.
+    """
     lines = [f"Add {a}, {b}.", "Plan."]
     methods = [("digits", rng.random() < 0.25), ("digits", False), (rng.choice(["digits", "steps"]), False)]
     if rng.random() < 0.5:
         methods.insert(1, ("steps", rng.random() < 0.3))
     if rng.random() < 0.3:
         methods.insert(0, ("stuck", False))
+    if only:
+        methods = [(only, wrong) for method, wrong in methods if method != "stuck"]
     for i, (method, wrong) in enumerate(methods):
         lines.append(("" if not i else rng.choice(["Or ", "Again "])) + attempt(a, b, method, wrong))
     lines.append(f"Check: {a + b}-{b}={a}.")
@@ -43,11 +51,21 @@ def attempt(a: int, b: int, method: str, wrong: bool) -> str:
     return f"steps {a}+{b // 10 * 10}={a + b // 10 * 10 + slip} so {a + b + slip}."
 
 
-def records(num: int, seed: int) -> list[dict[str, Any]]:
-    """Return `num` different sums, each with its trace."""
+def records(num: int, seed: int, only: str = "") -> list[dict[str, Any]]:
+    """Return `num` different sums, each with its trace; those of one method are about `NEW` sums."""
     rng = random.Random(seed)
-    pairs = rng.sample([(a, b) for a in range(10, 60) for b in range(10, 60)], num)
-    return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "trace": trace(a, b, rng)} for a, b in pairs]
+    return [_record(a, b, trace(a, b, rng, only)) for a, b in rng.sample(NEW if only else SUMS, num)]
+
+
+def short(method: str) -> list[dict[str, Any]]:
+    """Return the sums that are not `NEW`, each with one attempt."""
+    chain = "Add {0}, {1}.\nPlan.\n{2}\n\\boxed{{{3}}}"
+    known = [(a, b) for a, b in SUMS if max(a, b) < 40]
+    return [_record(a, b, chain.format(a, b, attempt(a, b, method, False), a + b)) for a, b in known]
+
+
+def _record(a: int, b: int, text: str) -> dict[str, Any]:
+    return {"prompt": f"{a}+{b}=?", "answer": str(a + b), "trace": text}
 
 
 # ---- the model that takes them apart --------------------------------------------------------------------------------
@@ -66,7 +84,7 @@ def rule(messages: Sequence[dict[str, str]], rng: random.Random) -> str:
     if prompt.startswith("Split the verification"):
         return _listed("step", prompt.split("# Verification\n")[1].strip().splitlines())
     if prompt.startswith("From the text"):
-        return prompt.split("the text alone.\n\n")[1].replace("Again digits", "And digits", 1)
+        return prompt.split("the text alone.\n\n")[1].replace("Again ", "And ", 1)
     told = [part.split("\n", 1)[1] for part in _numbered(body)]
     if "how many of the first steps" in " ".join(prompt.split()):
         return json.dumps({"steps": 0})
