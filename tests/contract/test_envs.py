@@ -35,7 +35,7 @@ from rolljax.recipes.rome.key_door_chain import KeyDoorChain
 from rolljax.recipes.shop_simulator.shop import TINY, Shop
 from rolljax.recipes.stagent import travel
 from rolljax.recipes.stagent.travel import Travel, TravelDesk
-from rolljax.recipes.terminal_bench.number_files import NumberFiles
+from rolljax.recipes.terminal_bench.number_files import FileChains, NumberFiles
 from rolljax.recipes.think_j.digit_sums import DigitSums
 from rolljax.recipes.think_j.preferences import Preferences
 
@@ -59,6 +59,8 @@ SPECS = {
     "key_door_chain_2": KeyDoorChain(length=2, actions=3, num_tasks=7),
     "key_rules": KeyRules(),
     "number_files": NumberFiles(),
+    "file_chains": FileChains(),
+    "file_chains_aimless": FileChains(aimless=True),
     "with_experience": WithExperience(shown="all"),
     "extraction": Extraction(),
     "styled_words": StyledWords(),

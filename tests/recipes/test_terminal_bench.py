@@ -11,9 +11,17 @@ from rolljax.commands.train import main as train
 from rolljax.envs import checks
 from rolljax.errors import EnvError
 from rolljax.recipes.terminal_bench.grading import Left, grade
-from rolljax.recipes.terminal_bench.number_files import task_of, write_tasks
+from rolljax.recipes.terminal_bench.number_files import (
+    FileChains,
+    chain_commands,
+    chain_of,
+    task_of,
+    write_chains,
+    write_tasks,
+)
 from rolljax.recipes.terminal_bench.terminal import OWN_TASKS, HarborTasks, TerminalTasks
 from rolljax.sandbox import TERMINAL, available
+from rolljax.types import Task
 
 pytestmark = pytest.mark.skipif(available() != "", reason=f"no sandbox: {available()}")
 
@@ -339,3 +347,19 @@ def test_number_files_can_be_solved_and_the_cli_agents_config_passes_a_dry_run(t
     argv = ["--gin", "terminal_bench/cli_agent_start", "--gin", "terminal_bench/cli_agent", "--dry_run"]
     assert train(argv + [word for setting in settings for word in ("--set", setting)]) == 0
     assert "first task as the model sees it" in capsys.readouterr().out
+
+
+def test_chains_are_the_same_without_a_sandbox_and_a_wrong_file_is_not_forgiven(tmp_path):
+    write_chains(tmp_path, 2)
+    spec = HarborTasks(path=str(tmp_path), prompt="{instruction}", max_turns=6, solution_by_line=True)
+    checks.reference_solves(spec, 2, reward=1.0)
+    first, contents = chain_of(1)
+    right = chain_commands(first, contents)
+    wrong = next(c for c in "0123456789" if f" <{c}" not in " ".join(right))
+    for commands in (right, [f"tee -a log <{wrong}", *right[1:]]):
+        seen, results = play(spec, [*commands, "finish"], index=1)
+        env = FileChains().make()
+        alone = [m.content for m in env.reset(Task("file_chains", 1, f"{first} {contents}"))]
+        steps = [env.step(command) for command in commands]
+        alone += [m.content for step in steps for m in step.messages]
+        assert seen[:5] == alone and results[-1].success == steps[-1].success == (commands == right)

@@ -63,6 +63,9 @@ class TerminalTasks(EnvSpec):
     readable: tuple[str, ...] = ()
     """Folders of this machine that the policy's sandbox may read, at the same paths: an agent program
     (`AgentProgram.sandbox = 'task'`) and its libraries. Everybody must have the right to read them."""
+    solution_by_line: bool = False
+    """Whether the solution is played line by line, each line a command of its own, as an expert of several turns
+    (`start_states.ExpertStarts`)."""
 
     runs = "thread"
     has_sandbox = True
@@ -270,10 +273,13 @@ class TerminalEnv(Env):
         return dataclasses.replace(end, metrics={**end.metrics, **own})
 
     def reference_answer(self) -> str:
-        """Return the solution as one command; after it, finish."""
+        """Return the solution as one command, or its next line; after it, finish."""
         solution = self._task.solution
         if not solution:
             raise EnvError(f"task {self._task.name} has no solution")
+        if self._spec.solution_by_line:
+            lines = solution.splitlines()
+            return lines[self._turns] if self._turns < len(lines) else FINISH
         return FINISH if self._last == solution else solution
 
     def close(self) -> None:
