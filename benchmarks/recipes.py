@@ -43,7 +43,7 @@ SETTINGS = {
     "algorithms/asyppo": ("Critic.warmup_steps = 0",),  # else a few steps train critics alone
     "ddk": ("Distill.teacher = 'runs/ddk_teacher/hf'",),
     "complementary/actor": ("Recipe.model = 'runs/start/hf'",),
-    "dlcot": ("Questions.path = 'runs/dlcot_study/pruned.jsonl'",),
+    "dlcot": ("Questions.path = 'runs/dlcot_study/both/pruned.jsonl'",),
     "stagent": (
         "Recipe.model = 'runs/stagent_study/seed/hf'",
         "Questions.path = 'runs/stagent_study/routed/data.jsonl'",
