@@ -340,6 +340,13 @@ class Recipe:
                     value=self.rollout.context,
                     remedy="set 'truncate'",
                 )
+        alone = self.agent is not None and self.env.specs == {self.env.name: self.env}
+        if any(spec.program for spec in self.env.specs.values()) and not alone:
+            raise ConfigError(
+                f"is played by a program that the environment brings: {self.env.name}",
+                setting="Recipe.env",
+                remedy="Recipe.agent = @AgentProgram(), AgentProgram.sandbox = 'none'; in no mixture",
+            )
         if self.agent:
             self._check_agent(self.agent)
         self._check_guidance()
@@ -358,6 +365,7 @@ class Recipe:
                 value=self.rollout,
                 remedy="leave it out; AgentProgram has max_calls, max_restarts and deadline_s",
             )
+        agent.for_env(self.env)
         outside = [name for name, spec in self.env.specs.items() if not spec.has_sandbox]
         if agent.sandbox == "task" and outside:
             raise ConfigError(

@@ -180,6 +180,12 @@ class EnvSpec(abc.ABC):
     """Whether each episode has a sandbox in which an agent program can play it (`Env.play`)."""
 
     @property
+    def program(self) -> tuple[str, ...]:
+        """The command line of the agent program that must play the episodes (`Recipe.agent`): its answers are results,
+        not a policy's. Empty, the default: the policy's answers are actions."""
+        return ()
+
+    @property
     def needs_worker(self) -> str:
         """The reason why calls must run in worker processes, even if the pool's settings ask for threads; empty:
         threads are allowed."""

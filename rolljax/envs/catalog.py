@@ -49,6 +49,7 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "openenv": ("rolljax.envs.adapters.openenv.OpenEnv", "url"),
     "rock": ("rolljax.envs.adapters.rock.Rock", "url"),
     "trl": ("rolljax.envs.adapters.trl.TrlEnvironment", "factory"),
+    "verifiers": ("rolljax.envs.adapters.verifiers.Verifiers", "id"),
     "taubench": ("rolljax.envs.adapters.taubench.TauBench", "path"),
     "code": ("rolljax.envs.code_problems.CodeProblems", "path"),
 }

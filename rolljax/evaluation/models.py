@@ -20,6 +20,7 @@ from rolljax.model.files import folder_digest
 from rolljax.model.folder import folder_remedy
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.scoring import Scoring
+from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import EpisodeRollouts, Rollouts, SamplerPolicy
 from rolljax.run.checkpoint import Step
 from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
@@ -118,13 +119,14 @@ class SamplerModel:
         own = {name: d.sampling(params, in_training=False) for name, d in benchmark.domains.items()}
         policy = SamplerPolicy(self.sampler, params, attempts.seed, domains=own)
         limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
-        chat = self.chat.for_streams() if benchmark.env.max_turns > 1 or benchmark.agent else self.chat
-        if benchmark.agent is None:
+        agent = benchmark.agent or (AgentProgram(sandbox="none", reuse=True) if benchmark.env.program else None)
+        chat = self.chat.for_streams() if benchmark.env.max_turns > 1 or agent else self.chat
+        if agent is None:
             return Rollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring)
         with needed("uvicorn", "Recipe.agent"):
             from rolljax.rollout.agents.host import AgentHost, AgentRollouts
 
-        host = AgentHost(benchmark.agent, self.sampler, chat, context)
+        host = AgentHost(agent.for_env(benchmark.env), self.sampler, chat, context)
         self._hosts.append(host)
         return AgentRollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring, host=host)
 

@@ -272,7 +272,7 @@ def check(recipe: Recipe) -> Preflight:
     recipe.check_rates()
     chat = load_chat(found)
     if recipe.agent:
-        check_machine(recipe.agent)
+        check_machine(recipe.agent.for_env(recipe.env))
     if recipe.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     around = RewardContext(recipe.env, recipe.seed)

@@ -137,7 +137,7 @@ class Runtime:
             with needed("uvicorn", "Recipe.agent"):
                 from rolljax.rollout.agents.host import AgentHost
 
-            self._agents = AgentHost(recipe.agent, self.sampler, chat, recipe.sampler.max_context)
+            self._agents = AgentHost(recipe.agent.for_env(recipe.env), self.sampler, chat, recipe.sampler.max_context)
         self.player = EpisodePlayer(preflight, self.sampler, self.pool, self.clock, self._scoring, self._agents)
 
     def __enter__(self) -> Runtime:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated
 
+from rolljax.envs.base import EnvSpec
 from rolljax.errors import ConfigError, Range, check_fields
 
 
@@ -13,9 +14,10 @@ from rolljax.errors import ConfigError, Range, check_fields
 class AgentProgram:
     """A program that plays the episodes of an environment with a model it reaches over OpenAI's or Anthropic's API."""
 
-    command: tuple[str, ...]
-    """Command line to run. `{task}` stands for the text of the environment's last message. A leading `python` means the
-    interpreter that runs the training; with `sandbox = 'task'`, the sandbox's own."""
+    command: tuple[str, ...] = ()
+    """Command line to run; empty: the one that the environment brings (`EnvSpec.program`). `{task}` stands for the text
+    of the environment's last message. A leading `python` means the interpreter that runs the training; with
+    `sandbox = 'task'`, the sandbox's own."""
     sandbox: str = ""
     """Where it runs. 'task': inside the sandbox of its episode, where it reaches the policy and nothing else; the
     environment scores the files that it leaves. 'none': as a process of this user, with this user's rights. There is no
@@ -39,7 +41,7 @@ class AgentProgram:
     """Maximum number of bytes that the program may print in an episode."""
 
     def __post_init__(self) -> None:
-        if not self.command or not all(isinstance(c, str) and c for c in self.command):
+        if not all(isinstance(c, str) and c for c in self.command):
             raise ConfigError(
                 "must be a program and its arguments",
                 setting="AgentProgram.command",
@@ -60,6 +62,22 @@ class AgentProgram:
                 remedy="leave it out",
             )
         check_fields(self)
+
+    def for_env(self, env: EnvSpec) -> AgentProgram:
+        """Return the settings with the command for an environment.
+
+        Raises:
+          ConfigError: neither has one, or both have.
+        """
+        if bool(self.command) == bool(env.program):
+            why = (
+                f"must be left out: {env.name} brings its own"
+                if self.command
+                else "must be a program and its arguments"
+            )
+            remedy = "" if self.command else "('python', 'my_agent.py')"
+            raise ConfigError(why, setting="AgentProgram.command", value=self.command, remedy=remedy)
+        return dataclasses.replace(self, command=self.command or env.program)
 
     def command_of(self, task: str) -> tuple[str, ...]:
         """Return the command line for a task."""
