@@ -1,7 +1,7 @@
 """PPO on a trained reward model against PPO on the true reward, and what becomes of the true reward when the proxy is
 weak.
 
-    # half an hour on two cores
+    # an hour on two cores
     python benchmarks/reward_model_ppo.py --out runs/reward_model_ppo \\
         --figure rolljax/recipes/reward_model_ppo/reward_model_ppo.png
 

@@ -103,6 +103,7 @@ ELSEWHERE: dict[str, str] = {
     "rolljax.envs.adapters.gem.Gem": "unit/envs/test_adapters.py",
     "rolljax.envs.adapters.taubench.TauBench": "unit/envs/test_adapters.py",
     "rolljax.envs.adapters.trl.TrlEnvironment": "unit/envs/test_trl.py",
+    "rolljax.envs.adapters.verifiers.Verifiers": "e2e/test_verifiers.py",
     "rolljax.envs.adapters.openenv.OpenEnv": "e2e/test_adapters_servers.py",
     "rolljax.envs.adapters.rock.Rock": "e2e/test_adapters_servers.py",
     "rolljax.envs.code_problems.CodeProblems": "e2e/test_code_problems.py",

@@ -111,7 +111,7 @@ def test_a_taskset_of_verifiers_is_trained_token_for_token(python, played, tmp_p
         model=Qwen3Config(init_std=0.1),
         max_answer_tok=4,
         sampler=SamplerConfig(slots=8, max_context=64),
-        evaluation=Evaluation(tasks=2, held_out_frac=0.2),
+        evaluation=Evaluation(tasks=2, held_out_frac=0.5),
         wait_s=900.0,
     )
     rolljax.train(recipe, run_dir=tmp_path / "run", progress=False)

@@ -66,7 +66,8 @@ class Verifiers(EnvSpec):
 
     @property
     def program(self) -> tuple[str, ...]:
-        return (self.python, "-P", str(PROGRAM), self._config)  # -P: this folder has modules with names of packages
+        python = str(Path(self.python).absolute())  # not resolved: a virtual environment's is a link
+        return (python, "-P", str(PROGRAM), self._config)  # -P: this folder has modules with names of packages
 
     @property
     def _config(self) -> str:
