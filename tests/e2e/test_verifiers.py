@@ -12,6 +12,7 @@ import threading
 import pytest
 
 import rolljax
+from rolljax.envs import checks
 from rolljax.envs.adapters.verifiers import Verifiers
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError, EnvError
@@ -94,9 +95,14 @@ def test_a_program_of_verifiers_scores_as_its_rewards_say(python, played):
     env.reset(spec.task(7))
     result = env.step(played[1]["answer"])
     assert (result.reward, result.success, result.terminated) == (1.5, True, True)
+    env.reset(spec.task(7))
     assert env.step("").reward == 0.0
+    env.reset(spec.task(7))
     with pytest.raises(EnvError, match="verifiers' program"):
         env.step("{}")
+    with pytest.raises(EnvError, match="after the episode's end"):
+        env.step("{}")
+    checks.tasks_are_their_index(spec, 20)
     with pytest.raises(ConfigError, match="cannot list"):
         Verifiers(id="no_such_taskset", python=python).task(0)
 

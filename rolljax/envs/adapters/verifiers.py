@@ -85,10 +85,16 @@ class Verifiers(EnvSpec):
 class VerifiersEnv(PureEnv):
     """One task; the answer is what verifiers' program has found."""
 
+    _over = True
+
     def reset(self, task: Task) -> tuple[Message, ...]:
+        self._over = False
         return (Message("user", task.content),)
 
     def step(self, action: str) -> StepResult:
+        if self._over:
+            raise EnvError("step before reset, or after the episode's end")
+        self._over = True
         if not action:  # the program was out of time or calls
             return StepResult((), 0.0, terminated=True)
         with boundary(EnvError, "the answer of verifiers' program"):

@@ -54,8 +54,8 @@ OPTIONAL = {
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
-ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas", "tokamax"}
-"""A checkout that a user names; modules next to the file that imports them, inside a sandbox; optional packages."""
+ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas", "tokamax", "verifiers"}
+"""A checkout that a user names; a package of another Python; modules next to the file that imports them, inside a sandbox; optional packages."""
 
 
 def loaded(code):

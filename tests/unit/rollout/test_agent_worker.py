@@ -173,7 +173,6 @@ def test_programs_of_many_episodes_must_name_the_one_they_answer():
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"command": ()}, "command"),
         ({"command": ("",)}, "command"),
         ({"sandbox": ""}, "sandbox"),
         ({"sandbox": "docker"}, "sandbox"),
