@@ -14,5 +14,5 @@ REPRODUCTION = Reproduction(
     seeds=5,
     config="dlcot",
     figure="rolljax/recipes/dlcot/dlcot.png",
-    why="the difference, -.04, has an interval from -.08 to +.01; traces of the own method teach .55, of another one .04",
+    why="the difference has an interval from -.08 to +.01; traces of the own method teach .55, others .04",
 )
