@@ -4,7 +4,7 @@ end). It imports nothing of rolljax.
     python verifiers_program.py CONFIG --tasks N      one line of JSON per task: its prompt
     python verifiers_program.py CONFIG                plays the tasks that arrive on standard input, one line each
 
-CONFIG: the settings of a `SingleAgentEnv`, as JSON.
+CONFIG is JSON: `{"taskset": SETTINGS, "agent": SETTINGS}`, of verifiers' classes.
 """
 
 import asyncio
@@ -21,11 +21,17 @@ NUMBERS = itertools.count()
 
 
 def environment(config: str) -> Any:
-    """Return verifiers' environment."""
-    from verifiers.v1 import SingleAgentEnvConfig
-    from verifiers.v1.utils.loaders import load_environment
+    """Return verifiers' environment: the taskset's own, or the one of a single agent. All its agents have the harness
+    and the runtime of the settings."""
+    from verifiers.v1 import AgentConfig, Env, EnvConfig
+    from verifiers.v1.utils.generic import concrete_type
+    from verifiers.v1.utils.loaders import environment_class
 
-    return load_environment(SingleAgentEnvConfig.model_validate_json(config))
+    settings = json.loads(config)
+    cls = environment_class(settings["taskset"]["id"])
+    fields = concrete_type(cls, EnvConfig, origin=Env) or EnvConfig
+    roles = [name for name, field in fields.model_fields.items() if isinstance(field.default, AgentConfig)]
+    return cls(fields.model_validate({"taskset": settings["taskset"], **dict.fromkeys(roles, settings["agent"])}))
 
 
 def prompts(env: Any, num: int) -> Iterator[str]:
@@ -51,6 +57,8 @@ async def play(env: Any, tasks: list[Any], order: dict[str, Any]) -> dict[str, A
     errors = [e.message for e in (*episode.errors, *(e for t in episode.traces for e in t.errors))]
     if not episode.ok:
         return {"error": "; ".join(errors) or "the episode is not valid"}
+    if len(episode.traces) > 1:
+        return {"error": "several agents played the task, and one policy can be trained"}
     trace = episode.traces[0]
     parts = {name: reward.value for name, reward in trace.rewards.items() if reward}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
