@@ -86,9 +86,9 @@ class Wider(Shape):
 @pytest.mark.parametrize(
     "cls, settings, said",
     [
-        (Shape, {"size": 9}, "Shape.size must be at least 1 and at most 8\n  value: 9"),
+        (Shape, {"size": 9}, "Shape.size must be at least 1 and at most 8\n  value: 9\n  fix:   the default is 4"),
         (Shape, {"share": 1.0}, "Shape.share must be more than 0 and less than 1\n  value: 1.0\n  fix:   0.5 is usual"),
-        (Wider, {"size": 17}, "Wider.size must be at least 1 and at most 16\n  value: 17"),
+        (Wider, {"size": 17}, "Wider.size must be at least 1 and at most 16\n  value: 17\n  fix:   the default is 16"),
         (Wider, {"share": 0.0}, "Wider.share must be more than 0 and less than 1\n  value: 0.0\n  fix:   0.5 is usual"),
     ],
 )

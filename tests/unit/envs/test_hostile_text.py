@@ -396,6 +396,8 @@ READ_JSON_HERE = {
     "envs/adapters/openenv_server.py": "requests of another trainer, bounded",
     "envs/adapters/reasoning_gym.py": "replaces `eval` in a library, in a worker process",
     "envs/adapters/rock.py": "answers of a server, bounded by MAX_ANSWER_BYTES",
+    "envs/adapters/verifiers.py": "our own program: the policy's text is a part of its results, if at all",
+    "envs/adapters/verifiers_program.py": "the run's own lines",
     "envs/bounded.py": "our own child",
     "envs/base.py": "our own server",
     "envs/catalog.py": "what the user typed",
