@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trained import heldout
+
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = {"grpo": "", "tis": "Tis", "cispo": "Cispo", "decoupled_ppo": "DecoupledPpo", "topr": "Topr"}
 """Classes; the recipes themselves train with GRPO."""
@@ -56,16 +58,12 @@ def rows(folder: Path) -> list[dict]:
     return [r for r in every if r["phase"] == "rl"]
 
 
-def final(folder: Path) -> float:
-    return json.loads((folder / "summary.json").read_text())["heldout_reward"][-1]["mean"]
-
-
 def table(out: Path, algorithms: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> str:
     lines = [f"| | {' | '.join(f'{r:g}' for r in ratios)} |", f"|---|{'---|' * len(ratios)}"]
     for name in algorithms:
         cells = []
         for ratio in ratios:
-            found = [final(out / f"{name}-{ratio:g}-{seed}") for seed in seeds]
+            found = [heldout(out / f"{name}-{ratio:g}-{seed}") for seed in seeds]
             cells.append(f"{sum(found) / len(found):.3f} ({min(found):.3f} - {max(found):.3f})")
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -109,7 +107,7 @@ def main() -> None:
         for ratio in ratios:
             for name in algorithms:
                 run(args.out / f"{name}-{ratio:g}-{seed}", args.config, name, ratio, seed, args.steps, args.set)
-                print(f"{name} {ratio:g} seed {seed}: {final(args.out / f'{name}-{ratio:g}-{seed}'):.3f}", flush=True)
+                print(f"{name} {ratio:g} seed {seed}: {heldout(args.out / f'{name}-{ratio:g}-{seed}'):.3f}", flush=True)
     print(table(args.out, algorithms, ratios, range(args.seeds)))
     if args.figure:
         draw(args.out, args.figure, algorithms, ratios, range(args.seeds))

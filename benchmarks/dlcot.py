@@ -21,7 +21,7 @@ import dlcot_toy
 import numpy as np
 from rule_server import RuleServer
 from scipy import stats
-from trained import train
+from trained import heldout, train
 
 from rolljax.data.__main__ import main as pipeline
 
@@ -69,11 +69,6 @@ def student(folder: Path, file: Path, seed: int, steps: int, *settings: str) -> 
     """Return the run of a student who learns from a file of traces."""
     named = [f"Questions.path = '{file}'", f"Recipe.seed = {seed}", f"sft/Phase.steps = {steps}"]
     return train("dlcot", folder, *named, *settings)
-
-
-def heldout(folder: Path) -> float:
-    """Return the share of right answers to held-out questions at the end of a run."""
-    return json.loads((folder / "summary.json").read_text())["heldout_reward"][-1]["mean"]
 
 
 def from_nothing(out: Path, seeds: int) -> tuple[dict[str, list[int]], dict[str, list[float]]]:

@@ -9,6 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def heldout(run_dir: Path) -> float:
+    """Return the mean held-out reward at the end of a run."""
+    return json.loads((run_dir / "summary.json").read_text())["heldout_reward"][-1]["mean"]
+
+
 def train(recipe: str, run_dir: Path, *settings: str) -> Path:
     """Return the folder of a finished run of the shipped config `recipe`; train it first if it does not exist."""
     summary = run_dir / "summary.json"

@@ -266,7 +266,7 @@ def page() -> str:
         "Minutes are an estimate for this config alone on two cores, from a few steps of each phase",
         "(`python benchmarks/recipes.py`); empty: not measured.",
         "",
-        "The head of each file has its full command: a preset stands behind a recipe, and `judged` is for",
+        "The first lines of each file give its full command: a preset needs a recipe too, and `judged` is for",
         "`rolljax.eval`.",
         "",
         "| paper | claim | `--gin` | minutes | figure there | figure here | seeds | picture | state |",

@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4: sums of one digit, scored by how near the answer is; for `tests/e2e/test_verifiers.py`."""
+"""A taskset of verifiers 0.4: sums of one digit, scored for the right answer and for a short one; for `tests/e2e/test_verifiers.py`."""
 
 import verifiers.v1 as vf
 

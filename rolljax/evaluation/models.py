@@ -20,7 +20,7 @@ from rolljax.model.files import folder_digest
 from rolljax.model.folder import folder_remedy
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.agents.program import own_program
 from rolljax.rollout.episodes import EpisodeRollouts, Rollouts, SamplerPolicy
 from rolljax.run.checkpoint import Step
 from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
@@ -119,7 +119,7 @@ class SamplerModel:
         own = {name: d.sampling(params, in_training=False) for name, d in benchmark.domains.items()}
         policy = SamplerPolicy(self.sampler, params, attempts.seed, domains=own)
         limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
-        agent = benchmark.agent or (AgentProgram(sandbox="none", reuse=True) if benchmark.env.program else None)
+        agent = benchmark.agent or own_program(benchmark.env)
         chat = self.chat.for_streams() if benchmark.env.max_turns > 1 or agent else self.chat
         if agent is None:
             return Rollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring)
@@ -194,6 +194,7 @@ def folder_recipe(
         dtype=dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
         max_answer_tok=max_answer_tok,
         sampler=SamplerConfig(max_context=max_context or min(positions, MAX_CONTEXT)),
+        agent=own_program(env),
     )
 
 

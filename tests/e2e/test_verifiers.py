@@ -18,7 +18,7 @@ from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError, EnvError
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Evaluation, Phase, Recipe
-from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.agents.program import AgentProgram, own_program
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.storage.run_reader import RunReader
 from rolljax.trainer.algorithms.grpo import Grpo
@@ -139,6 +139,7 @@ def test_a_taskset_without_its_program_or_its_python_is_refused():
     phase = Phase("rl", Grpo(), steps=1)
     with pytest.raises(ConfigError, match="program that the environment brings"):
         Recipe(env=spec, phases=(phase,), model=Qwen3Config())
+    assert own_program(spec).for_env(spec).command == spec.program and own_program(FrozenLake()) is None
     own = AgentProgram(command=("python", "mine.py"), sandbox="none")
     with pytest.raises(ConfigError, match="brings its own"):
         Recipe(env=spec, phases=(phase,), model=Qwen3Config(), agent=own)

@@ -34,9 +34,9 @@ you will be shown the exit code and the output. Answer finish when the task is d
 class TerminalTasks(EnvSpec):
     """Sixteen tasks, two of each of eight domains, that bash, the core utilities and Python's standard library solve.
 
-    Every command runs in one sandbox, in a shell that keeps its state. The episode ends when the
-    policy finishes, at `max_turns`, or when it repeats itself; then the task's artifacts are copied into a new sandbox
-    and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
+    Every command runs in one sandbox, in a shell that keeps its state. The episode ends when the policy finishes, at
+    `max_turns`, or when it repeats itself; then the task's artifacts are copied into a new sandbox and tested there.
+    Reward is 1 if all tests pass; the fraction that passed is a metric only.
     """
 
     only: tuple[str, ...] = ()

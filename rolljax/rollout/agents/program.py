@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -82,3 +83,10 @@ class AgentProgram:
     def command_of(self, task: str) -> tuple[str, ...]:
         """Return the command line for a task."""
         return tuple(part.replace("{task}", task) for part in self.command)
+
+
+def own_program(env: EnvSpec) -> AgentProgram | None:
+    """Return the settings with which an evaluation runs the program that an environment brings; None if it brings none.
+    The program gets this process's variables about certificates and uv, to install what it needs."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(("SSL_CERT_", "UV_"))}
+    return AgentProgram(sandbox="none", reuse=True, env=passed) if env.program else None
