@@ -17,10 +17,11 @@ from typing import Any
 
 from rolljax.errors import InfraError
 from rolljax.sandbox import command_line
-from rolljax.sandbox.host import END_S, SIGKILL_CODE, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
+from rolljax.sandbox.host import SIGKILL_CODE, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
 from rolljax.sandbox.inside.wire import HeadTail
 from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import CODE, SCORE, Profile
+from rolljax.sandbox.provider import END_S
 
 MAX_VERDICT = 1 << 16
 EXTRA_S = 5.0

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from rolljax.errors import EnvError, Range
-from rolljax.sandbox.host import SandboxHost, shared_host
+from rolljax.sandbox.host import shared_host
 from rolljax.sandbox.profile import TERMINAL, Profile
+from rolljax.sandbox.provider import SandboxProvider
 from rolljax.sandbox.session import CommandResult, Sandbox
 
 DEFAULT_SESSION = "default"
@@ -28,7 +29,7 @@ class SandboxGroup:
     """
 
     def __init__(
-        self, size: int, start_concurrency: int = 4, profile: Profile = TERMINAL, host: SandboxHost | None = None
+        self, size: int, start_concurrency: int = 4, profile: Profile = TERMINAL, host: SandboxProvider | None = None
     ) -> None:
         self.size, self.start_concurrency, self.profile = size, start_concurrency, profile
         Range(low=0).check(self, "size")
@@ -153,6 +154,10 @@ class SandboxGroup:
         """Read a regular file; its content in base64."""
         data = self._box(sandbox_id).get(path, max_bytes)
         return {"path": path, "size": len(data), "content": base64.b64encode(data).decode()}
+
+    def commit(self, sandbox_id: str, image: str) -> dict[str, Any]:
+        """Save the files of a sandbox as an image, for further sandboxes (`Profile.image`). Containers only."""
+        return {"image": self._box(sandbox_id).commit(image)}
 
     def is_alive(self, sandbox_id: str) -> dict[str, Any]:
         with self._lock:

@@ -10,60 +10,36 @@ import io
 import os
 import selectors
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Literal
 
-from rolljax.errors import ConfigError, EnvError, InfraError
+from rolljax.errors import ConfigError, InfraError
 from rolljax.sandbox import command_line
 from rolljax.sandbox.inside.wire import CHUNK, HeadTail
 from rolljax.sandbox.launcher import Launcher, SandboxHandle
 from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
+from rolljax.sandbox.provider import (
+    CONTAINERS,
+    END_S,
+    NOT_ITS_FAULT,
+    START_S,
+    AgentChannel,
+    Handle,
+    Result,
+    SandboxProvider,
+)
 
-START_S, END_S = 60.0, 30.0
-"""Longest start and longest teardown; if they take longer, the machine counts as broken."""
+if TYPE_CHECKING:
+    from rolljax.sandbox.session import Sandbox
+
+AGENT_FILES = ("agent.py", "wire.py")
+"""Programs of `inside` that serve a live sandbox."""
 SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
-
-
-class SandboxGone(EnvError):
-    """A sandbox ended because of the code in it. killed_by: memory, cpu, wall (its lifetime was over), or agent."""
-
-    def __init__(self, killed_by: str) -> None:
-        self.killed_by = killed_by
-        super().__init__(f"the sandbox is gone (killed by {killed_by})")
-
-    def __reduce__(self) -> tuple[type[SandboxGone], tuple[str]]:
-        return SandboxGone, (self.killed_by,)
-
-
-NOT_ITS_FAULT = {
-    "machine": "the machine ran out of memory and killed a sandbox: give it fewer or smaller ones",
-    "outside": "a sandbox was killed from outside",
-}
-"""What to say of a sandbox that was killed, but not because of the code in it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of a program."""
-
-    returncode: int
-    """Exit code as a shell reports it (128 + signal)."""
-    stdout: bytes
-    stderr: bytes
-    timed_out: bool = False
-    killed_by: str = ""
-    """The limit for which the program was killed: wall, cpu, memory or output; empty if none."""
-    ms: float = 0.0
-    truncated: bool = False
-    """Whether the middle of an output was cut out."""
-
-    @property
-    def text(self) -> str:
-        return self.stdout.decode(errors="replace")
 
 
 class ProgramStream:
@@ -123,8 +99,9 @@ class ProgramStream:
         self.close()
 
 
-class SandboxHost:
-    """Makes sandboxes for this process. Thread-safe; methods block, so call them from worker threads.
+class SandboxHost(SandboxProvider):
+    """Makes sandboxes of this machine's own system, with bubblewrap. Thread-safe; methods block, so call them from
+    worker threads.
 
     Raises:
       ConfigError: this machine cannot isolate, with the cure.
@@ -132,16 +109,8 @@ class SandboxHost:
 
     def __init__(self, config: SandboxConfig | None = None, *, checked: bool = False) -> None:
         """Create the host. checked: the caller knows that the machine can isolate, or is about to find out."""
-        self.config = config or SandboxConfig()
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(self.config.slots)
-        self._programs = threading.BoundedSemaphore(self.config.programs)
+        super().__init__(config or SandboxConfig())
         self._launcher: Launcher | None = None
-        self._closed = False
-        self.before_close: list[Callable[[], None]] = []
-        self.num_started = 0
-        self.num_alive = 0
         if self.config.backend == "bwrap" and not checked:
             check_machine()
 
@@ -156,21 +125,6 @@ class SandboxHost:
         """Run one program in a new sandbox until it ends."""
         with self.program():
             return self._run(argv, stdin, files or {}, profile)
-
-    @contextlib.contextmanager
-    def program(self) -> Iterator[None]:
-        """Be one of the `SandboxConfig.programs` that compute at the same time.
-
-        Raises:
-          InfraError: none of them ended for `slot_wait_s`.
-        """
-        most, wait_s = self.config.programs, self.config.slot_wait_s
-        if not self._programs.acquire(timeout=wait_s):
-            raise InfraError(f"{most} programs were running for {wait_s:g} s, as many as SandboxConfig.programs allows")
-        try:
-            yield
-        finally:
-            self._programs.release()
 
     def _run(self, argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], profile: Profile) -> Result:
         start = time.monotonic()
@@ -235,14 +189,16 @@ class SandboxHost:
         """
         if not argv:
             raise ConfigError("is empty", setting="argv")
-        if not self._slots.acquire(timeout=self.config.slot_wait_s):
-            raise InfraError(f"all {self.config.slots} sandbox slots were busy for {self.config.slot_wait_s:g} s")
-        folder, freed = "", threading.Lock()
-        with self._lock:
-            self.num_started += 1
-            self.num_alive += 1
+        if profile.image:
+            raise ConfigError(
+                "is an image, and bubblewrap shows this machine's own system",
+                setting="Profile.image",
+                value=profile.image,
+                remedy=CONTAINERS,
+            )
+        free, folder = self.take_slot(), ""
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(lambda: self._ended(folder, freed))
+            on_failure.callback(lambda: _end(folder, free))
             launcher = self._running()
             if self.config.backend == "none":
                 folder = tempfile.mkdtemp(prefix="rolljax-")
@@ -255,23 +211,30 @@ class SandboxHost:
                 command = command_line.isolated(
                     argv, files, private, profile, launcher.base, launcher.ptys, launcher.as_root, launcher.own_net
                 )
-            handle = launcher.spawn(command, stdio, profile, wall_s, functools.partial(self._ended, folder, freed))
+            handle = launcher.spawn(command, stdio, profile, wall_s, functools.partial(_end, folder, free))
             on_failure.pop_all()
         return handle
 
-    def _ended(self, folder: str, freed: threading.Lock) -> None:
-        """Free the slot, once, when a sandbox is gone. `folder` is its own with the `none` backend."""
-        if not freed.acquire(blocking=False):
-            return
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        with self._lock:
-            self.num_alive -= 1
-        self._slots.release()
+    def start_agent(self, profile: Profile) -> AgentChannel:
+        ours, theirs = socket.socketpair()
+        errors_r, errors_w = os.pipe()
+        argv = [*command_line.isolated_python(), f"{command_line.INSIDE}/agent.py"]
+        private = {name: command_line.inside(name) for name in AGENT_FILES}
+        with contextlib.ExitStack() as on_failure, theirs, open(os.devnull, "rb+") as null:
+            on_failure.callback(ours.close)
+            errors = on_failure.enter_context(io.FileIO(errors_r))
+            try:
+                stdio = [theirs.fileno(), null.fileno(), errors_w]
+                handle = self.start(argv, stdio, {}, private, profile, profile.session_s)
+            finally:
+                os.close(errors_w)
+            on_failure.pop_all()
+        return AgentChannel(handle, ours, errors)
 
-    def usage(self, handle: SandboxHandle) -> dict[str, int]:
-        """Return pss_bytes, processes, slot and generation of a running sandbox."""
-        said = self._running().ask(op="stat", sandbox=handle.id)
+    def usage(self, box: Sandbox) -> dict[str, int]:
+        """Return processes, pss_bytes, slot and generation of a live sandbox."""
+        assert isinstance(box.handle, SandboxHandle)
+        said = self._running().ask(op="stat", sandbox=box.handle.id)
         return {k: v for k, v in said.items() if k != "id"}
 
     def modes(self) -> dict[str, object]:
@@ -289,11 +252,9 @@ class SandboxHost:
 
     def close(self) -> None:
         """Kill every sandbox of this host."""
-        if os.getpid() == self._pid:
-            for free in self.before_close:
-                free()
+        super().close()
         with self._lock:
-            launcher, self._launcher, self._closed = self._launcher, None, True
+            launcher, self._launcher = self._launcher, None
         if launcher is not None and os.getpid() == self._pid:
             launcher.close()
 
@@ -309,11 +270,12 @@ class SandboxHost:
                 self._launcher = Launcher(self.config)
             return self._launcher
 
-    def __enter__(self) -> SandboxHost:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _end(folder: str, free: Callable[[], None]) -> None:
+    """Free the slot of a sandbox that is gone. `folder` is its own with the `none` backend."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    free()
 
 
 def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
@@ -363,7 +325,7 @@ def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Prof
     return outputs[1], outputs[2], flooded
 
 
-def ended_with(handle: SandboxHandle, said: bytes) -> int:
+def ended_with(handle: Handle, said: bytes) -> int:
     """Return the exit code of a finished sandbox; 127 when its program was not found.
 
     Raises:

@@ -45,6 +45,8 @@ class Profile(Checked):
     """Whether `/`, `/etc`, `/opt`, `/usr/local` and so on can be written; the changes exist only inside the sandbox."""
     readable: tuple[str, ...] = ()
     """Folders of this machine that programs inside may read, at the same paths."""
+    image: str = ""
+    """Image of the system inside, for `containers.ContainerHost`. Empty: this machine's own system, for bubblewrap."""
 
 
 SCORE = Profile(

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rolljax.errors import InfraError
-from rolljax.sandbox.host import Result
 from rolljax.sandbox.inside.wire import CHUNK
+from rolljax.sandbox.provider import Result
 from rolljax.sandbox.session import Sandbox
 
 MAX_CONNECTIONS = 64
@@ -142,9 +142,8 @@ def run_served(
     """
     with Forward(box.listen(), lambda _: socket.create_connection(address, CONNECT_S)) as way:
         url = f"http://127.0.0.1:{way.port}"
-        sets = [f"{name}={value}" for name, value in variables(url).items()]
         start = time.monotonic()
-        box.start(["/usr/bin/env", *([f"--chdir={folder}"] if folder else []), *sets, *argv], stdin(url))
+        box.start(argv, stdin(url), folder=folder, variables=variables(url))
         excluded, result = 0.0, box.wait(LOOK_S)
         while result is None:
             ran_s = time.monotonic() - start

@@ -16,25 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.errors import ConfigError, EnvError, InfraError
-from rolljax.sandbox import command_line
-from rolljax.sandbox.host import (
-    END_S,
-    NOT_ITS_FAULT,
-    START_S,
-    Result,
-    SandboxGone,
-    SandboxHost,
-    ended_with,
-    shared_host,
-)
+from rolljax.sandbox.host import ended_with, shared_host
 from rolljax.sandbox.inside import wire
-from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import TERMINAL, Profile
+from rolljax.sandbox.provider import END_S, NOT_ITS_FAULT, START_S, Result, SandboxGone, SandboxProvider
 
 ANSWER_S = 20.0
 """Seconds that an answer may take in addition to the time limit of the request."""
 MAX_HEADER = 1 << 16
-AGENT_FILES = ("agent.py", "wire.py")
+MAX_LIST_BYTES = 16 << 20
 _LOST = {**NOT_ITS_FAULT, "host": "a live sandbox was lost with its supervisor"}
 
 
@@ -58,34 +48,20 @@ class CommandResult:
 class Sandbox:
     """A live sandbox. Thread-safe: requests are answered one after the other. Make it with `Sandbox.open`."""
 
-    def __init__(self, host: SandboxHost, profile: Profile) -> None:
+    def __init__(self, host: SandboxProvider, profile: Profile) -> None:
         self._host, self.profile = host, profile
         self._lock = threading.Lock()
         self._closed = False
         self._killed_by = ""
         self._started = self._background_s = time.monotonic()
-        self._socket, theirs = socket.socketpair()
+        channel = host.start_agent(profile)
+        # socket and file close themselves when the sandbox is forgotten unclosed
+        self.handle, self._socket, self._errors = channel.handle, channel.socket, channel.errors
         self._socket.setblocking(False)
-        errors_r, errors_w = os.pipe()
-        self._errors = io.FileIO(errors_r)  # closes itself, like the socket, when the sandbox is forgotten unclosed
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        argv = [*command_line.isolated_python(), f"{command_line.INSIDE}/agent.py"]
-        private = {name: command_line.inside(name) for name in AGENT_FILES}
-        self._handle: SandboxHandle | None = None
-        try:
-            with theirs:
-                stdio = [theirs.fileno(), null, errors_w]
-                self._handle = host.start(argv, stdio, {}, private, profile, profile.session_s)
-        finally:
-            os.close(null)
-            os.close(errors_w)
-            if self._handle is None:
-                self._socket.close()
-                self._errors.close()
 
     @staticmethod
     def open(
-        profile: Profile = TERMINAL, *, files: Mapping[str, bytes] | None = None, host: SandboxHost | None = None
+        profile: Profile = TERMINAL, *, files: Mapping[str, bytes] | None = None, host: SandboxProvider | None = None
     ) -> Sandbox:
         """Start a sandbox with one shell, `main`, in the directory of `files`.
 
@@ -103,7 +79,7 @@ class Sandbox:
         return box
 
     @staticmethod
-    def fresh(host: SandboxHost, profile: Profile) -> Sandbox:
+    def fresh(host: SandboxProvider, profile: Profile) -> Sandbox:
         """Return a started sandbox that answers."""
         box = Sandbox(host, profile)
         with contextlib.ExitStack() as on_failure:
@@ -112,14 +88,18 @@ class Sandbox:
                 box._ask({"op": "hello"}, limit_s=START_S)
                 box.open_shell("main")
             except SandboxGone as e:
-                assert box._handle is not None
-                os.set_blocking(box._errors.fileno(), False)
-                said = box._errors.read(4096) or b""
+                said = box._said()
                 box.close()
-                ended_with(box._handle, said)
+                ended_with(box.handle, said)
                 raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
             on_failure.pop_all()
         return box
+
+    def _said(self) -> bytes:
+        """Return the agent's last words."""
+        if isinstance(self._errors, io.FileIO):
+            os.set_blocking(self._errors.fileno(), False)
+        return self._errors.read(4096) or b""
 
     def run(self, cmd: str, timeout_s: float = 30.0, shell: str = "main") -> CommandResult:
         """Run a command line in a shell. The shell keeps its state (directory, variables, functions)."""
@@ -151,13 +131,19 @@ class Sandbox:
         assert result is not None
         return result
 
-    def start(self, argv: Sequence[str], stdin: bytes = b"") -> None:
+    def start(
+        self, argv: Sequence[str], stdin: bytes = b"", *, folder: str = "", variables: Mapping[str, str] | None = None
+    ) -> None:
         """Start a program in the background, separately from the shells; there is one at a time.
+
+        Args:
+          folder: where it starts; empty: where the sandbox's files are. variables: added to its environment.
 
         Raises:
           EnvError: another one is running.
         """
         order = {"op": "start", "argv": [*argv], "limit": self.profile.output_bytes}
+        order |= {"folder": folder, "variables": dict(variables or {})}
         self._background_s = time.monotonic()
         _refuse(self._ask(order, stdin)[0], argv[0])
 
@@ -202,6 +188,42 @@ class Sandbox:
         _refuse(answer, path)
         return blob
 
+    def list_files(self, paths: Sequence[str], *, below: bool = True) -> list[tuple[str, int, str]]:
+        """List kind (f: regular file, d: folder, o: other), mode and path of `paths`, and of all that is `below` them,
+        by path. Links are not followed. A list of more than 16 MiB is cut.
+        """
+        order = {"op": "list", "paths": [*paths], "below": below, "limit": MAX_LIST_BYTES}
+        answer, blob = self._ask(order, max_blob=MAX_LIST_BYTES)
+        _refuse(answer, "a list")
+        found = {}
+        for entry in blob.decode(errors="replace").split("\0"):
+            kind, _, rest = entry.partition(" ")
+            mode, _, path = rest.partition(" ")
+            if path.startswith("/") and ".." not in path.split("/") and len(mode) <= 4 and set(mode) <= set("01234567"):
+                found[path] = kind, int(mode or "644", 8) & 0o777, path
+        return [found[path] for path in sorted(found)]
+
+    def changes(self) -> list[tuple[str, str]]:
+        """List the paths that are not as in the sandbox's image, each with A (added), C (changed) or D (deleted). The
+        engine compares, so no code inside can hide a change.
+
+        Raises:
+          ConfigError: the sandbox is made from no image.
+        """
+        return self._host.changes(self)
+
+    def commit(self, image: str) -> str:
+        """Save the sandbox's files as an image, from which others can start (`Profile.image`); return its name.
+
+        Raises:
+          ConfigError: the sandbox is made from no image.
+        """
+        return self._host.commit(self, image)
+
+    def num_processes(self) -> int:
+        """Count the processes in the sandbox, as its agent sees them."""
+        return _int(self._ask({"op": "count"})[0], "processes")
+
     def open_shell(self, name: str) -> None:
         """Start another shell."""
         _refuse(self._ask({"op": "open_shell", "shell": name})[0], f"shell {name!r}")
@@ -212,16 +234,15 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        return not (self._closed or self._killed_by) and self._handle is not None and not self._handle.over
+        return not (self._closed or self._killed_by) and not self.handle.over
 
     @property
     def age_s(self) -> float:
         return time.monotonic() - self._started
 
     def stats(self) -> dict[str, Any]:
-        """Return pss_bytes, processes, slot, generation, age_s, alive."""
-        assert self._handle is not None
-        used = self._host.usage(self._handle) if self.alive else {}
+        """Return alive, age_s, and what the provider knows: processes; with bubblewrap pss_bytes, slot, generation."""
+        used = self._host.usage(self) if self.alive else {}
         return {**used, "alive": self.alive, "age_s": self.age_s}
 
     def close(self) -> None:
@@ -231,9 +252,8 @@ class Sandbox:
                 return
             self._closed = True
             self._socket.close()
-        assert self._handle is not None
-        self._handle.kill()
-        self._handle.wait(END_S)
+        self.handle.kill()
+        self.handle.wait(END_S)
         self._errors.close()
 
     def __enter__(self) -> Sandbox:
@@ -262,6 +282,8 @@ class Sandbox:
             raise InfraError(reason)
         if self._killed_by:
             raise SandboxGone(self._killed_by)
+        if self.handle.over:
+            raise self._lost()
         deadline = time.monotonic() + limit_s
         try:
             wire.send(self._socket.fileno(), order, blob, deadline)
@@ -307,14 +329,13 @@ class Sandbox:
         return Result(_int(answer, "code"), blob[:cut], blob[cut:], timed_out, killed_by, ms, answer.get("cut") is True)
 
     def _lost(self) -> SandboxGone:
-        assert self._handle is not None
-        self._handle.wait(1.0)
-        self._handle.kill("agent")
-        self._handle.wait(END_S)
-        self._killed_by = self._handle.exit.get("killed_by") or "agent"
+        self.handle.wait(1.0)
+        self.handle.kill("agent")
+        self.handle.wait(END_S)
+        self._killed_by = self.handle.exit.get("killed_by") or "agent"
         if reason := _LOST.get(self._killed_by):
             raise InfraError(reason)
-        ended_with(self._handle, b"")
+        ended_with(self.handle, b"")
         self._fresh_loss = True
         return SandboxGone(self._killed_by)
 
@@ -344,7 +365,7 @@ def _int(answer: Mapping[str, Any], key: str) -> int:
 class _Idle:
     """Started sandboxes of one profile that wait for an owner."""
 
-    def __init__(self, host: SandboxHost, profile: Profile) -> None:
+    def __init__(self, host: SandboxProvider, profile: Profile) -> None:
         self.host, self.profile = host, profile
         self._boxes: collections.deque[Sandbox] = collections.deque()
         self._lock = threading.Lock()
@@ -376,11 +397,11 @@ class _Idle:
             self._boxes.popleft().close()
 
 
-_idle: weakref.WeakKeyDictionary[SandboxHost, _Idle] = weakref.WeakKeyDictionary()
+_idle: weakref.WeakKeyDictionary[SandboxProvider, _Idle] = weakref.WeakKeyDictionary()
 _idle_lock = threading.Lock()
 
 
-def _take_warm(host: SandboxHost, profile: Profile) -> Sandbox | None:
+def _take_warm(host: SandboxProvider, profile: Profile) -> Sandbox | None:
     """Return an idle sandbox of `profile`, None if there is none; idle ones of another profile are ended."""
     if not host.config.warm:
         return None

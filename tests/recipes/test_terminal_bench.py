@@ -176,7 +176,7 @@ def test_nothing_of_the_tests_can_be_seen_while_they_run():
     task = dataclasses.replace(task, tests={"test_a.py": source.encode()}, cases={"test_a.py": ("test_it",)})
     body = FORGE.partition("\n")[2].rpartition("END")[0]
     for program, wanted in ((body, ""), (body.replace("found = ", "found = ['x'] + "), "found x")):
-        result = grade(task, Left((("/work/merge.py", 0o644, program.encode()),), (), ()), TERMINAL, 20.0)
+        result = grade(task, Left((("/work/merge.py", 0o644, program.encode()),), (), (), ()), TERMINAL, 20.0)
         assert wanted in result.cases["test_a.py::test_it"] and result.passed == (not wanted), result
 
 

@@ -12,6 +12,9 @@ from rolljax.recipes.terminal_bench.terminal import OWN_TASKS, HarborTasks, Term
 
 TESTS = "from pathlib import Path\n\ndef test_it():\n    assert Path('/app/out').read_text() == 'x'\n"
 
+UNSUPPORTED = ("pytest.importorskip", "hold no tests", "not Python", "a GPU", "services of")
+"""What an image cannot help with."""
+
 
 def write(folder, files):
     for name, text in files.items():
@@ -74,7 +77,10 @@ def test_a_script_decides_where_there_are_no_test_functions(tmp_path):
 )
 def test_what_is_out_of_reach_is_said(tmp_path, changes, part):
     folder = v2(tmp_path / "tasks" / "job", **changes)
-    assert part in "; ".join(load_task(folder).unsupported)
+    task = load_task(folder)
+    assert part in "; ".join((*task.unsupported, *task.needs_image))
+    assert task.lacking((), images=False) and task.lacking((), images=True) == task.unsupported
+    assert bool(task.unsupported) == (part in UNSUPPORTED)
     with pytest.raises(DataError, match="1 of 1 tasks.*\n.*job: ") as caught:
         HarborTasks(path=str(folder.parent)).task(0)
     assert part in str(caught.value)

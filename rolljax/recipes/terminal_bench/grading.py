@@ -1,5 +1,5 @@
 """Build the machine of a terminal task, and grade the policy's work: its files are copied into a new sandbox, where the
-tests run.
+tests run. In an image only the changed ones are.
 
 The policy's sandbox never holds the tests or the verdict. Of its files only regular ones below the task's artifacts are
 taken, as bytes; whatever else it left behind (processes, links, settings of its shell) stays where it was.
@@ -14,7 +14,7 @@ import json
 import posixpath
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from rolljax.recipes.terminal_bench.dockerfile import Put
 from rolljax.recipes.terminal_bench.harbor import HarborTask
 
 if TYPE_CHECKING:
-    from rolljax.sandbox import Profile, Sandbox
+    from rolljax.sandbox import Profile, Sandbox, SandboxProvider
 
 MAX_FILES = 1000
 MAX_BYTES = 16 << 20
@@ -33,10 +33,12 @@ BUILD_S = 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """The files that a policy left, as (path, mode, content), folders, and the paths that could not be copied."""
+    """The files that a policy left, as (path, mode, content), folders, paths that it deleted, and those that could not
+    be copied."""
 
     files: tuple[tuple[str, int, bytes], ...]
     folders: tuple[str, ...]
+    deleted: tuple[str, ...]
     refused: tuple[str, ...]
 
 
@@ -61,7 +63,7 @@ def build(box: Sandbox, task: HarborTask) -> None:
       EnvError: a step of the task's Dockerfile failed.
     """
     order = {"nonce": secrets.token_hex(16), "steps": _steps(task)}
-    result = box.execute(_argv(), stdin=json.dumps(order).encode(), timeout_s=BUILD_S)
+    result = box.execute(_argv(task), stdin=json.dumps(order).encode(), timeout_s=BUILD_S)
     _check_built(task, _report(result.stdout, order["nonce"]), result.stderr)
 
 
@@ -71,27 +73,25 @@ def enter(workdir: str, variables: Mapping[str, str]) -> str:
     return f"{sets}cd {shlex.quote(workdir)}"
 
 
-def list_files(box: Sandbox, roots: list[str]) -> list[tuple[str, int, str]]:
-    """List kind (f, d, or another), mode and path of everything below `roots`, as the policy's sandbox reports them."""
-    argv = ["/usr/bin/find", *roots, "-xdev", "-printf", r"%y %m %p\0"]
-    result = box.execute(argv, timeout_s=BUILD_S)
-    found = []
-    for entry in result.stdout.decode(errors="replace").split("\0"):
-        kind, _, rest = entry.partition(" ")
-        mode, _, path = rest.partition(" ")
-        if path.startswith("/") and ".." not in path.split("/") and len(mode) <= 4 and set(mode) <= set("01234567"):
-            found.append((kind, int(mode or "644", 8) & 0o777, path))
-    return sorted(found, key=lambda entry: entry[2])
+def list_files(box: Sandbox, task: HarborTask, also: Sequence[str]) -> tuple[list[tuple[str, int, str]], list[str]]:
+    """List kind (f: regular file, d: folder, o: other), mode and path of what the policy may have written: the task's
+    artifacts, its folder, and `also`; in an image everything that changed. Return also the paths that it deleted, which
+    are known in an image only."""
+    if not task.image:
+        return box.list_files([*_roots(task), task.workdir, *also]), []
+    changes = box.changes()
+    deleted = [path for kind, path in changes if kind == "D"]
+    return box.list_files([path for kind, path in changes if kind != "D"], below=False), deleted
 
 
-def leave(box: Sandbox, task: HarborTask) -> Left:
-    """Copy the policy's version of the task's artifacts out of its sandbox."""
+def leave(box: Sandbox, task: HarborTask, listed: Sequence[tuple[str, int, str]], deleted: Sequence[str]) -> Left:
+    """Copy the policy's version of the task's artifacts out of its sandbox. listed, deleted: of `list_files`."""
     roots = _roots(task)
     files: list[tuple[str, int, bytes]] = []
     folders, refused = [], []
     size = 0
-    for kind, mode, path in list_files(box, roots):
-        if not any(path == root or path.startswith(f"{root}/") for root in roots):
+    for kind, mode, path in listed:
+        if not _is_below(path, roots):
             continue
         if kind == "d":
             folders.append(path)
@@ -107,20 +107,32 @@ def leave(box: Sandbox, task: HarborTask) -> Left:
                 continue
             size += len(data)
             files.append((path, mode, data))
-    return Left(tuple(files), tuple(folders), tuple(refused))
+    gone = tuple(path for path in deleted if _is_below(path, roots))
+    return Left(tuple(files), tuple(folders), gone, tuple(refused))
 
 
-def grade(task: HarborTask, left: Left, profile: Profile, timeout_s: float) -> Grade:
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in roots)
+
+
+def grade(
+    task: HarborTask, left: Left, profile: Profile, timeout_s: float, host: SandboxProvider | None = None
+) -> Grade:
     """Run the task's tests in a new sandbox, on the files that the policy left in its own.
+
+    Args:
+      host: the maker of both sandboxes; None: bubblewrap.
 
     Raises:
       EnvError: the task's machine could not be made.
     """
-    from rolljax.sandbox import run
+    from rolljax.sandbox import shared_host
 
     nonce = secrets.token_hex(16)
     exam = {
-        "clear": _roots(task),
+        "foreign": _roots(task),
+        "clear": [] if task.image else _roots(task),
+        "deleted": left.deleted,
         "folders": left.folders,
         "left": [_put(*file) for file in left.files],
         "tests": {path: _text(data) for path, data in task.tests.items() if path not in task.cases},
@@ -132,7 +144,7 @@ def grade(task: HarborTask, left: Left, profile: Profile, timeout_s: float) -> G
     }
     order = json.dumps({"nonce": nonce, "steps": _steps(task), "exam": exam}).encode()
     limits = dataclasses.replace(profile, wall_s=timeout_s + BUILD_S)
-    result = run(_argv(), stdin=order, profile=limits)
+    result = (host or shared_host()).run(_argv(task), stdin=order, profile=limits)
     said = _report(result.stdout, nonce)
     if said.get("failed"):
         _check_built(task, said, result.stderr)
@@ -184,5 +196,14 @@ def _program() -> str:
     return Path(__file__).with_name("inside.py").read_text()
 
 
-def _argv() -> list[str]:
-    return ["python3", "-I", "-c", _program()]
+def _argv(task: HarborTask) -> list[str]:
+    """Return the command of the program inside: by an image's own Python, which has the modules that its tests need;
+    else by this machine's."""
+    program = ["-I", "-c", _program()]
+    if not task.image:
+        return ["python3", *program]
+    from rolljax.sandbox.containers import interpreter
+
+    ours = shlex.join(interpreter().python)
+    choice = f'command -v python3 > /dev/null && exec python3 "$@"; exec {ours} "$@"'
+    return ["/bin/sh", "-c", choice, "sh", *program]

@@ -6,7 +6,7 @@
     NAME/tests/test_outputs.py      functions `test_*` that assert       (else tests/test.sh, which writes a verdict)
     NAME/solution/solve.sh          a solution                           v1: solution.sh
 
-`HarborTask.unsupported` lists the needs of a folder that the sandbox cannot meet.
+`HarborTask.unsupported` lists the needs of a folder that no sandbox can meet, `needs_image` those that its image meets.
 """
 
 from __future__ import annotations
@@ -58,19 +58,33 @@ class HarborTask:
     verifier_timeout_s: float
     packages: tuple[str, ...]
     """Packages that the task's Dockerfile installs."""
+    needs_image: tuple[str, ...]
+    """Reasons why the task cannot run on this machine's own system, but can in its image."""
     unsupported: tuple[str, ...]
-    """Reasons why the task cannot run in a sandbox."""
+    """Reasons why the task cannot run at all."""
+    build_folder: Path
+    """Folder of the Dockerfile."""
+    docker_image: str
+    """Image that the task names; empty: it is built from the Dockerfile."""
+    build_timeout_s: float
+    memory_bytes: int
+    """Memory that the task asks for; 0: it does not say."""
+    image: str = ""
+    """Image in which the task runs (`images.in_image`); empty: this machine's own system."""
 
     @property
     def content(self) -> str:
         """The content of the task in an environment and in rollouts."""
         return f"{self.name}\n\n{self.instruction}"
 
-    def lacking(self, have: Collection[str]) -> tuple[str, ...]:
-        """Return the reasons why the task cannot run here: unsupported features, and packages that are neither among
-        `have` nor programs of this machine."""
+    def lacking(self, have: Collection[str], *, images: bool) -> tuple[str, ...]:
+        """Return the reasons why the task cannot run here: unsupported features, and without `images` the needs for
+        one, and packages that are neither among `have` nor programs of this machine."""
+        if images:
+            return self.unsupported
         missing = [p for p in self.packages if p not in have and not shutil.which(p, path="/usr/bin:/bin")]
-        return (*self.unsupported, *((f"packages {', '.join(missing)}",) if missing else ()))
+        packages = (f"packages {', '.join(missing)}",) if missing else ()
+        return (*self.unsupported, *self.needs_image, *packages)
 
 
 def find_tasks(folder: Path) -> list[Path]:
@@ -112,11 +126,13 @@ def _load(folder: Path) -> HarborTask:
         raise DataError(f"task {folder}: has no instruction")
     environment = folder if v1 else folder / "environment"
     context = _files(environment, skip=_NOT_CONTEXT if v1 else set())
-    if "Dockerfile" not in context:
+    machine = settings.get("environment", {})
+    docker_image = str(machine.get("docker_image", ""))
+    if "Dockerfile" not in context and not docker_image:
         raise DataError(f"task {folder}: has no {environment.name}/Dockerfile")
-    recipe = read_dockerfile(context["Dockerfile"].data.decode(), context)
+    recipe = read_dockerfile(context["Dockerfile"].data.decode() if "Dockerfile" in context else "", context)
     tests = {path: file.data for path, file in _files(folder / "tests", set()).items()}
-    cases, test_problems = _cases(tests)
+    cases, test_problems, foreign = _cases(tests)
     artifacts = tuple(settings.get("artifacts", ())) or ((recipe.workdir,) if recipe.workdir != "/" else ())
     solution = folder / ("solution.sh" if v1 else "solution/solve.sh")
     metadata = settings if v1 else settings.get("metadata", {})
@@ -135,12 +151,17 @@ def _load(folder: Path) -> HarborTask:
         agent_timeout_s=_seconds(settings, v1, "agent", 600.0),
         verifier_timeout_s=_seconds(settings, v1, "verifier" if not v1 else "test", 60.0),
         packages=recipe.packages,
-        unsupported=(
+        needs_image=(
             *recipe.unsupported,
-            *test_problems,
-            *_machine(settings, context),
+            *foreign,
+            *(() if "Dockerfile" in context else ("no Dockerfile",)),
             *(() if artifacts else ("no WORKDIR and no artifacts: nothing to carry to the tests",)),
         ),
+        unsupported=(*test_problems, *_machine(machine, context)),
+        build_folder=environment.absolute(),
+        docker_image=docker_image,
+        build_timeout_s=float(machine.get("build_timeout_sec", 600.0)),
+        memory_bytes=int(machine.get("memory_mb", 0)) << 20,
     )
 
 
@@ -149,9 +170,8 @@ def _seconds(settings: Mapping[str, Any], v1: bool, who: str, default: float) ->
     return float(value) if isinstance(value, (int, float)) and value > 0 else default
 
 
-def _machine(settings: Mapping[str, Any], context: Mapping[str, File]) -> tuple[str, ...]:
+def _machine(asked: Mapping[str, Any], context: Mapping[str, File]) -> tuple[str, ...]:
     """Return the demands of [environment] and of the Dockerfile's folder that a sandbox cannot meet."""
-    asked = settings.get("environment", {})
     found = ["a GPU"] if asked.get("gpus") else []
     found += ["MCP servers"] if asked.get("mcp_servers") else []
     compose = [c for c in context if c in ("docker-compose.yaml", "docker-compose.yml")]
@@ -159,18 +179,19 @@ def _machine(settings: Mapping[str, Any], context: Mapping[str, File]) -> tuple[
     return tuple(found)
 
 
-def _cases(tests: Mapping[str, bytes]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Return the names of the test functions of each test file, and the needs of the files that the verifier lacks."""
+def _cases(tests: Mapping[str, bytes]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the test functions of each test file, the needs of the files that the verifier lacks, and the
+    modules that only an image can have."""
     names = [p for p in tests if p.startswith("test_") and p.endswith(".py") and "/" not in p]
     if not names:
         if len(tests.get("test.sh", b"")) >= MAX_SCRIPT:
-            return {}, (f"tests/test.sh has {MAX_SCRIPT} bytes or more",)
-        return {}, () if "test.sh" in tests else ("no tests/test_outputs.py and no tests/test.sh",)
+            return {}, (f"tests/test.sh has {MAX_SCRIPT} bytes or more",), ()
+        return {}, () if "test.sh" in tests else ("no tests/test_outputs.py and no tests/test.sh",), ()
     try:
         files = {p: ast.parse(tests[p]) for p in names}
     except (SyntaxError, ValueError) as e:
-        return {}, (f"the tests are not Python: {e}",)
-    problems: list[str] = []
+        return {}, (f"the tests are not Python: {e}",), ()
+    problems: dict[str, list[str]] = {"pytest": [], "foreign": []}
     beside = {p.removesuffix(".py") for p in tests}
     for path, tree in files.items():
         for node in ast.walk(tree):
@@ -185,12 +206,13 @@ def _cases(tests: Mapping[str, bytes]) -> tuple[dict[str, tuple[str, ...]], tupl
             for name in names:
                 top, _, rest = name.partition(".")
                 known = top in sys.stdlib_module_names or top in beside or (top == "pytest" and rest in {"", *_PYTEST})
-                if not known and f"tests/{path} uses {name}" not in problems:
-                    problems.append(f"tests/{path} uses {name}")
+                kind = problems["pytest" if top == "pytest" else "foreign"]
+                if not known and f"tests/{path} uses {name}" not in kind:
+                    kind.append(f"tests/{path} uses {name}")
     cases = {path: tuple(_names(tree)) for path, tree in files.items()}
     if not any(cases.values()):
-        problems.append("the test files hold no tests")
-    return cases, tuple(problems)
+        problems["pytest"].append("the test files hold no tests")
+    return cases, tuple(problems["pytest"]), tuple(problems["foreign"])
 
 
 def _names(tree: ast.Module) -> list[str]:

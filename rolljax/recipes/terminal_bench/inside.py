@@ -2,8 +2,9 @@
 -c` as text, and imports only the standard library.
 
 Standard input, JSON: `{"nonce", "steps": [["put", path, mode, base64] or ["run", command, folder, variables], ...]}`,
-and for a test also `"exam": {"clear": [path, ...], "folders": [path, ...], "left": [[path, mode, base64], ...],
-"tests": {path: base64}, "files": {path: source}, "cases": {path: [name, ...]}, "workdir", "env", "timeout_s"}`.
+and for a test also `"exam": {"foreign": [path, ...], "clear": [path, ...], "deleted": [path, ...], "folders": [path,
+...], "left": [[path, mode, base64], ...], "tests": {path: base64}, "files": {path: source}, "cases": {path: [name,
+...]}, "workdir", "env", "timeout_s"}`.
 Standard output, JSON: `{"nonce", "failed": "" or the step that failed, "cases": {"path::name": "" or why it failed}}`;
 the exit code is 0 if every step worked and every test passed.
 
@@ -108,7 +109,7 @@ def take_exam(exam: dict[str, Any]) -> dict[str, str]:
         return {"test.sh": run_script(base64.b64decode(exam["tests"]["test.sh"]), deadline)}
     cases = {}
     for path, source in exam["files"].items():
-        cases.update(run_file(path, source, exam["cases"][path], exam["clear"], deadline))
+        cases.update(run_file(path, source, exam["cases"][path], exam["foreign"], deadline))
     return cases
 
 
@@ -120,6 +121,8 @@ def lay_in(exam: dict[str, Any]) -> None:
                 remove(os.path.join(root, name))
         else:
             remove(root)
+    for path in exam["deleted"]:
+        remove(path)
     for folder in exam["folders"]:
         try:
             os.makedirs(folder, exist_ok=True)

@@ -8,7 +8,7 @@ import difflib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, ProgramLaunch, StepResult
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError, Range, check_fields
@@ -16,12 +16,13 @@ from rolljax.recipes.terminal_bench.actions import FINISH, parse_action
 from rolljax.recipes.terminal_bench.dockerfile import Put
 from rolljax.recipes.terminal_bench.grading import Grade, Left, build, enter, grade, leave, list_files
 from rolljax.recipes.terminal_bench.harbor import HarborTask, find_tasks, load_task
+from rolljax.recipes.terminal_bench.images import in_image
 from rolljax.recipes.terminal_bench.tampering import PLACES, suspicious_files, suspicious_words
 from rolljax.sandbox import check_egress
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
-    from rolljax.sandbox import Profile
+    from rolljax.sandbox import ContainerHost, Profile
 
 OWN_TASKS = Path(__file__).with_name("terminal_tasks")
 PROMPT = """{instruction}
@@ -63,6 +64,10 @@ class TerminalTasks(EnvSpec):
     readable: tuple[str, ...] = ()
     """Folders of this machine that the policy's sandbox may read, at the same paths: an agent program
     (`AgentProgram.sandbox = 'task'`) and its libraries. Everybody must have the right to read them."""
+    images: Literal["", "docker", "podman"] = ""
+    """Engine that runs each task in a container of its own image, which the task names or its Dockerfile makes. Empty:
+    bubblewrap, on this machine's own system. An image is made when its task is first played, which may take longer than
+    `PoolConfig.reset_s`: `python -m rolljax.recipes.terminal_bench.images FOLDER ENGINE` makes all of them."""
     solution_by_line: bool = False
     """Whether the solution is played line by line, each line a command of its own, as an expert of several turns
     (`start_states.ExpertStarts`)."""
@@ -106,7 +111,7 @@ class TerminalTasks(EnvSpec):
           DataError: a folder cannot be read, or needs a feature that the sandbox does not have.
           ConfigError: `only` names a task that does not exist.
         """
-        return _tasks(self.folder, self.only, type(self).__name__)
+        return _tasks(self.folder, self.only, type(self).__name__, images=bool(self.images))
 
     @property
     def num_tasks(self) -> int | None:
@@ -153,12 +158,17 @@ class HarborTasks(TerminalTasks):
         return Path(self.path)
 
     def tasks(self) -> tuple[HarborTask, ...]:
-        return _tasks(self.folder, self.only, type(self).__name__, self.have, self.skip_unusable)
+        return _tasks(self.folder, self.only, type(self).__name__, self.have, self.skip_unusable, bool(self.images))
 
 
 @functools.lru_cache(maxsize=64)
 def _tasks(
-    folder: Path, only: tuple[str, ...], cls: str, have: tuple[str, ...] = (), skip_unusable: bool = False
+    folder: Path,
+    only: tuple[str, ...],
+    cls: str,
+    have: tuple[str, ...] = (),
+    skip_unusable: bool = False,
+    images: bool = False,
 ) -> tuple[HarborTask, ...]:
     folders = {f.name: f for f in find_tasks(folder)}
     for name in only:
@@ -171,12 +181,12 @@ def _tasks(
                 remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(list(folders)[:20])}",
             )
     tasks = tuple(load_task(f.absolute()) for name, f in folders.items() if not only or name in only)
-    lacking = {t.name: "; ".join(reasons) for t in tasks if (reasons := t.lacking(have))}
+    lacking = {t.name: "; ".join(reasons) for t in tasks if (reasons := t.lacking(have, images=images))}
     usable = tuple(t for t in tasks if t.name not in lacking)
     if (lacking and not skip_unusable) or not usable:
         raise DataError(
             f"{len(lacking)} of {len(tasks)} tasks in {folder} need what the sandbox does not have (choose others by "
-            f"{cls}.only, or set skip_unusable):\n  "
+            f"{cls}.only, set skip_unusable, or {cls}.images if they need their image):\n  "
             + "\n  ".join(f"{name}: {reasons}" for name, reasons in list(lacking.items())[:20])
         )
     return usable
@@ -188,18 +198,23 @@ class TerminalEnv(Env):
     def __init__(self, spec: TerminalTasks) -> None:
         self._spec = spec
         self._box: Any = None
+        self._host: ContainerHost | None = None
         self._egress: Any = None
         self._over = True
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        from rolljax.sandbox import Egress, Sandbox
+        from rolljax.sandbox import Egress, Sandbox, container_host
 
         tasks = self._spec.tasks()
         self._task = tasks[task.index % len(tasks)]
         if not task.content.startswith(f"{self._task.name}\n"):
             raise EnvError(f"task {task.index} is {self._task.name} here: the folder of tasks has changed")
         self.close()
-        self._box = Sandbox.open(dataclasses.replace(_profile(self._task), readable=self._spec.readable))
+        if self._spec.images:
+            self._host = container_host(self._spec.images)
+            self._task = in_image(self._task, self._host)
+        profile = dataclasses.replace(_profile(self._task), readable=self._spec.readable)
+        self._box = Sandbox.open(profile, host=self._host)
         build(self._box, self._task)
         self._env, network = dict(self._task.env), "without a network"
         if self._spec.egress:
@@ -337,9 +352,9 @@ class TerminalEnv(Env):
         try:
             processes = self._box.stats().get("processes", self._processes)  # none when the sandbox has ended
             counts["left_running_n"] += max(0, processes - self._processes)
-            files = [path for _, _, path in list_files(self._box, [self._task.workdir, "/tmp", *PLACES])]
-            counts["tamper_n"] += len(suspicious_files(files, own))
-            left = leave(self._box, self._task)
+            listed, deleted = list_files(self._box, self._task, ["/tmp", *PLACES])
+            counts["tamper_n"] += len(suspicious_files([path for _, _, path in listed], own))
+            left = leave(self._box, self._task, listed, deleted)
             counts["not_taken_n"] += len(left.refused)
             return left
         except InfraError:
@@ -350,7 +365,7 @@ class TerminalEnv(Env):
 
     def _grade(self, left: Left) -> Grade:
         timeout_s = min(self._spec.test_timeout_s, self._task.verifier_timeout_s)
-        return grade(self._task, left, _profile(self._task), timeout_s)
+        return grade(self._task, left, _profile(self._task), timeout_s, self._host)
 
 
 def _profile(task: HarborTask) -> Profile:
@@ -358,7 +373,8 @@ def _profile(task: HarborTask) -> Profile:
     from rolljax.sandbox import TERMINAL
 
     life_s = max(TERMINAL.session_s, task.agent_timeout_s)
-    return dataclasses.replace(TERMINAL, output_bytes=1 << 20, session_s=life_s)
+    memory = task.memory_bytes or TERMINAL.memory_bytes
+    return dataclasses.replace(TERMINAL, output_bytes=1 << 20, session_s=life_s, memory_bytes=memory, image=task.image)
 
 
 def clip(text: str, limit: int) -> str:

@@ -1,5 +1,5 @@
 """Serves a live sandbox from inside: shells that keep their state, programs, files, a socket. Channel: the socket on
-descriptor 0.
+descriptor 0, or the one at the path of the first argument. Further arguments: bash for a system without one.
 
 One request, one answer, in order. A shell is an interactive bash without a terminal: SIGINT breaks a running command,
 even a loop of the shell itself, and keeps its variables, functions and directory. Commands come over its standard input
@@ -16,11 +16,12 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from wire import CHUNK, HeadTail, Lost, receive, send  # type: ignore[import-not-found]
 
-SHELL = ["/bin/bash", "--norc", "--noprofile", "--noediting", "-i"]
+SHELL_OPTIONS = ["--norc", "--noprofile", "--noediting", "-i"]
 STATUS_FD = 9
 GRACE_S = 0.5
 START_S = 20.0
@@ -65,9 +66,17 @@ def signal_all(processes: set[int], number: int) -> None:
             pass
 
 
-def spawn(argv: list[str], fds: dict[int, int], cwd: str) -> int:
+def own_bash() -> list[str]:
+    """Return the command of bash: the system's own, else that of the arguments."""
+    for path in ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"):
+        if os.access(path, os.X_OK):
+            return [path]
+    return sys.argv[2:]
+
+
+def spawn(argv: list[str], fds: dict[int, int], cwd: str, variables: dict[str, str] | None = None) -> int:
     """Start a program in its own process group; return its process id. fds: descriptor in the program -> descriptor
-    here."""
+    here. variables: in addition to the environment."""
     pid = os.fork()
     if pid:
         return pid
@@ -79,6 +88,7 @@ def spawn(argv: list[str], fds: dict[int, int], cwd: str) -> int:
         for target, fd in high.items():
             os.dup2(fd, target)
         os.chdir(cwd)
+        os.environ.update(variables or {})
         os.execvp(argv[0], argv)
     except (OSError, ValueError, TypeError) as e:  # no such program, or a name that can be none
         os.write(2, f"{argv[0]}: {getattr(e, 'strerror', e)}\n".encode(errors="replace"))
@@ -118,7 +128,9 @@ class Shell:
         commands_r, self.commands = os.pipe2(os.O_CLOEXEC)
         self.output, output_w = os.pipe2(os.O_CLOEXEC)
         self.status, status_w = os.pipe2(os.O_CLOEXEC)
-        self.pid = spawn(SHELL, {0: commands_r, 1: output_w, 2: output_w, STATUS_FD: status_w}, cwd)
+        self.pid = spawn(
+            [*own_bash(), *SHELL_OPTIONS], {0: commands_r, 1: output_w, 2: output_w, STATUS_FD: status_w}, cwd
+        )
         for fd in (commands_r, output_w, status_w):
             os.close(fd)
         for fd in (self.output, self.status):
@@ -266,7 +278,8 @@ class Agent:
         """Start a program in the background; `blob` is its standard input. There is one at a time."""
         if self.program is not None:
             return {"error": "another program is running"}, b""
-        self.program = RunningProgram(order["argv"], blob, order["limit"], self.work)
+        folder = os.path.join(self.work, order["folder"])
+        self.program = RunningProgram(order["argv"], blob, order["limit"], folder, order["variables"])
         return {}, b""
 
     def do_wait(self, order: Order, blob: bytes) -> Reply:
@@ -304,6 +317,22 @@ class Agent:
             os.fchmod(fd, order["mode"])
         return {}, b""
 
+    def do_list(self, order: Order, blob: bytes) -> Reply:
+        """List kind (f, d, or another), mode and path of some paths, and of everything below them if `below`."""
+        entries: list[bytes] = []
+        left = order["limit"]
+        for root in order["paths"]:
+            for kind, mode, path in entries_at(os.path.join(self.work, root), order["below"]):
+                entries.append(f"{kind} {mode:o} ".encode() + os.fsencode(path) + b"\0")
+                left -= len(entries[-1])
+                if left < 0:
+                    return {"cut": True}, b"".join(entries[:-1])
+        return {"cut": False}, b"".join(entries)
+
+    def do_count(self, order: Order, blob: bytes) -> Reply:
+        """Count the processes of the sandbox."""
+        return {"processes": len(parents())}, b""
+
     def do_get(self, order: Order, blob: bytes) -> Reply:
         path = os.path.join(self.work, order["path"])
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -316,13 +345,32 @@ class Agent:
             return {}, f.read(order["limit"])
 
 
+def entries_at(root: str, below: bool) -> Iterator[tuple[str, int, str]]:
+    """Yield kind, mode and path of a file or folder, and of everything `below` a folder. Links are not followed, other
+    file systems not entered."""
+    todo, device = [root], None
+    while todo:
+        path = todo.pop()
+        try:
+            found = os.lstat(path)
+            device = found.st_dev if device is None else device
+            kind = "d" if stat.S_ISDIR(found.st_mode) else "f" if stat.S_ISREG(found.st_mode) else "o"
+            yield kind, stat.S_IMODE(found.st_mode), path
+            if below and kind == "d" and found.st_dev == device:
+                todo += [os.path.join(path, name) for name in os.listdir(path)]
+        except OSError:  # gone, or not readable
+            continue
+
+
 class RunningProgram:
     """A program separate from the shells, fed with `data` and read while the host waits for it. status: how it ended;
     None until then."""
 
-    def __init__(self, argv: list[str], data: bytes, limit: int, cwd: str) -> None:
+    def __init__(
+        self, argv: list[str], data: bytes, limit: int, cwd: str, variables: dict[str, str] | None = None
+    ) -> None:
         (in_r, self.stdin), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
-        self.pid = spawn(argv, {0: in_r, 1: out_w, 2: err_w}, cwd)
+        self.pid = spawn(argv, {0: in_r, 1: out_w, 2: err_w}, cwd, variables)
         for fd in (in_r, out_w, err_w):
             os.close(fd)
         self.kept = {out_r: HeadTail(limit), err_r: HeadTail(limit)}
@@ -373,10 +421,33 @@ class RunningProgram:
         return {"code": exit_code(self.status), "timed_out": timed_out, "cut": cut, "stdout_n": len(out)}, out + err
 
 
+def bury_orphans() -> None:
+    """Go on in a child process. This process, the first of a container, waits for every process that ends, and ends
+    with the child."""
+    agent = os.fork()
+    while agent:
+        if os.wait()[0] == agent:
+            os._exit(0)
+
+
+def opened_channel() -> int:
+    """Return the descriptor of the socket to the host."""
+    if len(sys.argv) < 2:
+        channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        return channel
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.connect(sys.argv[1])
+        return fcntl.fcntl(connected, fcntl.F_DUPFD_CLOEXEC, 10)
+
+
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are not the commands' to open
-    channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if os.getpid() == 1:
+        bury_orphans()
+    channel = opened_channel()
     try:
         Agent(channel).serve()
     except Lost:
