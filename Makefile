@@ -1,5 +1,5 @@
 # Each target does the set-up it needs. Needs python3 (>= 3.11), pip and make, nothing else; tests of the sandbox also
-# bubblewrap, which is installed for root on Debian and its kin.
+# bubblewrap and Podman, which are installed for root on Debian and its kin.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -15,8 +15,9 @@ NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/,$(addsuffix .p
 	trainer/test_kl trainer/test_masked run/test_memory model/test_moe trainer/test_objectives \
 	trainer/test_optimizer trainer/test_publish trainer/test_update))
 # the sandbox; only where this is root's machine and Debian's
-INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
-	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
+SANDBOX := DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap podman runc > /dev/null 2>&1
+INSTALL_SANDBOX := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap and Podman" && \
+	{ $(SANDBOX) || { apt-get update -qq && $(SANDBOX); }; }; }
 
 .PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check docs bench accelerator clean
 
@@ -37,7 +38,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 		aim aim-ui aimrocks aimrecords RestrictedPython watchdog pytz
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
 		--target $(VENV)/transformers4 transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
-	@command -v bwrap > /dev/null || $(INSTALL_BWRAP) || echo "no bubblewrap here: the tests of the sandbox will be skipped"
+	@{ command -v bwrap && command -v podman; } > /dev/null || $(INSTALL_SANDBOX) || \
+		echo "no bubblewrap or no Podman here: tests of the sandbox will be skipped"
 	@touch $@
 
 quickstart: setup

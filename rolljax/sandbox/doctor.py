@@ -8,9 +8,11 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import get_args
 
 from rolljax.errors import RolljaxError
 from rolljax.sandbox import command_line
+from rolljax.sandbox.containers import Engine, engine_available
 from rolljax.sandbox.host import INSTALL, SandboxHost
 from rolljax.sandbox.profile import CODE, MIB, TERMINAL
 
@@ -104,7 +106,7 @@ def examine() -> list[Finding]:
     rows.append(Finding("bubblewrap", True, command_line.bwrap()))
     try:
         with SandboxHost(checked=True) as host:
-            return rows + _tried(host)
+            return [*rows, *_tried(host), *_engines()]
     except RolljaxError as e:
         return [*rows, Finding("a sandbox starts", False, str(e).replace("\n", "; "), cure(str(e)))]
 
@@ -198,6 +200,12 @@ def _notes(host: SandboxHost) -> list[Finding]:
     writable = host.run(["sh", "-c", "mkdir /probe && echo yes"], profile=TERMINAL).text == "yes\n"
     rows.append(Finding("writable root (terminal profile)", True if writable else None, "yes" if writable else "no"))
     return rows
+
+
+def _engines() -> list[Finding]:
+    """Return whether sandboxes can be made from images."""
+    reasons = {engine: engine_available(engine) for engine in get_args(Engine)}
+    return [Finding(f"images with {engine}", not why or None, why or "yes") for engine, why in reasons.items()]
 
 
 def _reads(path: Path) -> str:

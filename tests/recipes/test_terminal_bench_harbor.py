@@ -8,6 +8,7 @@ import pytest
 from rolljax.envs.catalog import make_spec, ref_of, task_of
 from rolljax.errors import ConfigError, DataError
 from rolljax.recipes.terminal_bench.harbor import find_tasks, load_task
+from rolljax.recipes.terminal_bench.images import image_of
 from rolljax.recipes.terminal_bench.terminal import OWN_TASKS, HarborTasks, TerminalTasks
 
 TESTS = "from pathlib import Path\n\ndef test_it():\n    assert Path('/app/out').read_text() == 'x'\n"
@@ -168,3 +169,22 @@ def test_own_tasks_name_what_they_want_and_hide_their_tests(task):
     assert task.cases and all(task.cases.values())
     shown = [s.data for s in task.steps if hasattr(s, "data")]
     assert not any(source in shown for source in task.tests.values())
+
+
+def test_the_image_of_a_task(tmp_path):
+    built = load_task(
+        v2(tmp_path / "My task!", **{"task.toml": "[environment]\nmemory_mb = 512\nbuild_timeout_sec = 5\n"})
+    )
+    name, _, tag = image_of(built).rpartition(":")
+    assert name == "localhost/rolljax/my-task" and len(tag) == 16
+    assert (built.memory_bytes, built.build_timeout_s) == (512 << 20, 5.0)
+    named = v2(tmp_path / "named", **{"task.toml": '[environment]\ndocker_image = "docker.io/x/y:1"\n'})
+    (named / "environment/Dockerfile").unlink()
+    assert image_of(load_task(named)) == "docker.io/x/y:1"
+    assert load_task(named).needs_image == (
+        "no Dockerfile",
+        "no WORKDIR and no artifacts: nothing to carry to the tests",
+    )
+    with pytest.raises(DataError, match="HarborTasks.images if they need their image(.|\n)*no Dockerfile"):
+        HarborTasks(path=str(named)).tasks()
+    assert [t.name for t in HarborTasks(path=str(named), images="docker").tasks()] == ["named"]
