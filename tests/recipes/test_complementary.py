@@ -41,7 +41,7 @@ def test_operations_add_merge_update_and_return():
     assert number == 1 and bank.get(1).text == "room ab: gold" and bank.get(1).extractions == 2
     assert bank.applied(Update(7, "gold"), "t4") == (bank, 0) and bank.applied(Return(), "t4") == (bank, 0)
     bank, number = bank.newest(1).applied(Add("room ab", "red"), "t5")
-    assert number == 3 and [e.number for e in bank.experiences] == [2, 3], "the oldest goes, numbers stay"
+    assert number == 3 and [e.number for e in bank.experiences] == [1, 3], "what was written last stays, and its number"
 
 
 def test_recently_used_experiences_are_demoted_half_of_the_time_and_the_same_ones_again():

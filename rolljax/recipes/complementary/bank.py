@@ -64,7 +64,7 @@ class Retrieval(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Bank:
-    """Experiences in the order of their numbers, as the actor sees them in a round."""
+    """Experiences in the order in which they were last written, as the actor sees them in a round."""
 
     round: int = 0
     experiences: tuple[Experience, ...] = ()
@@ -82,7 +82,8 @@ class Bank:
 
     def applied(self, operation: Operation, source: str) -> tuple[Bank, int]:
         """Return the bank after an operation of the extractor, and the number of the experience that it wrote; 0 if
-        there is none. Adding a text that is there merges the two; updating an unknown number has no effect.
+        there is none. Adding a text that is there merges the two; updating an unknown number has no effect. What is
+        written becomes the newest, so that an experience that episodes confirm stays.
 
         source: id of the task whose episode the extractor saw.
         """
@@ -101,7 +102,7 @@ class Bank:
             return self, 0
         sources = tuple(dict.fromkeys((*written.sources, source)))
         written = dataclasses.replace(written, sources=sources, extractions=written.extractions + 1)
-        every = tuple(written if e is old else e for e in self.experiences)
+        every = (*(e for e in self.experiences if e is not old), written)
         return dataclasses.replace(self, experiences=every), written.number
 
     def get(self, number: int) -> Experience | None:
@@ -109,7 +110,7 @@ class Bank:
         return next((e for e in self.experiences if e.number == number), None)
 
     def newest(self, capacity: int) -> Bank:
-        """Return the bank without its oldest experiences beyond `capacity`."""
+        """Return the bank with the `capacity` experiences that were written last."""
         return dataclasses.replace(self, experiences=self.experiences[-capacity:])
 
     def retrieve(self, query: str, settings: Retrieval, address: str, task_id: str = "") -> Experience | None:

@@ -21,6 +21,9 @@ from rolljax.recipes.complementary.operations import Add, Operation, Return, Upd
 from rolljax.types import EVAL_STREAM, Key, Message, Task, Trajectory
 
 _FORM = "episode "
+RETURN_SOLVED, RETURN_FAILED = 0.1, 0.5
+"""Shares of `return` in the warm start after a solved and after a failed episode: a weak sense of what is worth
+keeping, as a language model has it."""
 SAME_SITUATION = 0.9
 """Least similarity of a title to the opening text of an episode that it is about."""
 
@@ -52,8 +55,9 @@ class Extraction(EnvSpec):
     steps_per_round: Annotated[int, Range(low=1)] = 4
     """Number of the actor's steps of a round."""
     rehearse: bool = False
-    """Whether the reference answer has a random content, and is `return` one time in four: for a warm start that
-    teaches the form of the operations and nothing else. The reward is then 1 for any operation about the situation."""
+    """Whether the reference answer says what was tried, right or wrong, and is `return` at random, more often after a
+    failure (`RETURN_FAILED`): for a warm start that teaches the form of the operations. The reward is then 1 for any
+    operation about the situation."""
     seed: int = 0
     """Seed of the choice of episodes."""
 
@@ -127,15 +131,15 @@ class ExtractionEpisode(PureEnv):
             experience = f"#{found.number} {found.text}"
         elif not task.content.startswith(_FORM) and rng.random() < 0.5:
             experience = f"#{rng.randrange(1, 1000)} {self._opening}: {env.random_action(rng)}"
-        content = env.random_action(rng) if spec.rehearse else env.reference_answer()
-        is_return = spec.rehearse and rng.random() < 0.25
-        self._reference = written(Return() if is_return else Add(self._opening, content))
+        content = answers[-1] if spec.rehearse else env.reference_answer()
         lines = [self._opening, experience] if experience else [self._opening]
         success = False
         for answer in answers:
             result = env.step(answer)
             success = success or result.success
             lines += [f"> {answer}", *(m.content for m in result.messages)]
+        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else RETURN_FAILED)
+        self._reference = written(Return() if is_return else Add(self._opening, content))
         return (Message("user", "\n".join([*lines, "solved" if success else "failed"])),)
 
     def step(self, action: str) -> StepResult:

@@ -27,7 +27,7 @@ class KeyRules(EnvSpec):
 
     runs = "inline"
 
-    rooms: Annotated[int, Range(low=1, high=676)] = 64
+    rooms: Annotated[int, Range(low=1, high=676)] = 32
     """Number of rooms. Walks through one room are different tasks with the same key."""
     rule: int = 0
     """Seed of the keys."""

@@ -6,15 +6,19 @@ Stopped, the same command continues. The folder has the runs of both, of their w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 
 from rolljax.library.run import Run
 from rolljax.library.verbs import train
+from rolljax.recipes.complementary.bank import Bank
 from rolljax.recipes.complementary.later_uses import LaterUses
 
 STEPS_PER_ROUND = 4
 PROMPTS_PER_STEP = 16
+CAPACITY = 32
+"""Experiences of the bank: one for each room. What is not written again makes room for what is."""
 
 
 def warm_starts(folder: Path) -> None:
@@ -37,47 +41,60 @@ def actor_settings(model: Path, bank: Path | None, seed: int, rule: int) -> dict
 
 
 def together(
-    folder: Path, starts: Path, rounds: int, *, seed: int = 0, rule: int = 0, actor: Path | None = None
+    folder: Path,
+    actor: Path,
+    extractor: Path,
+    rounds: int,
+    *,
+    seed: int = 0,
+    rule: int = 0,
+    lr: float | None = None,
+    first: Bank | None = None,
 ) -> tuple[Run, Run]:
     """Train actor and extractor; return their runs. Each round is one step of the extractor and `STEPS_PER_ROUND` of
-    the actor, which begins with one round more, without experiences.
+    the actor, which begins with one round more.
 
     Args:
-      starts: the folder of `warm_starts`. rule: seed of the rooms' keys. actor: the model that the actor starts from;
-        None: the warm start's.
+      actor, extractor: the models that they start from. rule: seed of the rooms' keys. lr: the extractor's learning
+        rate; None: its config's. first: the bank of the actor's first round; None: an empty one.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     run, bank = folder / "actor", folder / "bank.jsonl"
-    settings = actor_settings(actor or starts / "start" / "hf", bank, seed, rule)
+    if first is not None and not bank.exists():
+        dataclasses.replace(first, round=0).append_to(bank)
+    settings = actor_settings(actor, bank, seed, rule)
     train("complementary/actor", set={**settings, "rl/Phase.steps": STEPS_PER_ROUND}, run_dir=run, progress=False)
-    extractor = train(
+    trained = train(
         "complementary/extractor",
         set={
-            "Recipe.model": str(starts / "extractor_start" / "hf"),
+            "Recipe.model": str(extractor),
             "Recipe.seed": seed,
-            "Recipe.reward": LaterUses(settings=settings),
+            "Recipe.reward": LaterUses(settings=settings, capacity=CAPACITY),
             "Extraction.run": str(run),
             "Extraction.bank": str(bank),
             "Extraction.steps_per_round": STEPS_PER_ROUND,
             "Extraction.seed": seed,
             "KeyRules.rule": rule,
             "rl/Phase.steps": rounds,
+            **({} if lr is None else {"AdamW.lr": lr}),
         },
         run_dir=folder / "extractor",
         progress=False,
     )
-    return Run(run), extractor
+    return Run(run), trained
 
 
 def main() -> None:
     """Train in the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=19, help="after the first, which has no experiences")
+    parser.add_argument("--rounds", type=int, default=29, help="after the first, which has no experiences")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     warm_starts(args.folder)
-    together(args.folder, args.folder, args.rounds, seed=args.seed)
+    actor, extractor = (args.folder / name / "hf" for name in ("start", "extractor_start"))
+    together(args.folder, actor, extractor, args.rounds, seed=args.seed)
 
 
 if __name__ == "__main__":
