@@ -31,7 +31,8 @@ from rolljax.recipes.complementary.experience import PART
 from rolljax.recipes.complementary.key_rules import KeyRules
 from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settings, together, warm_starts
 
-ROUNDS, SHIFT_ROUNDS, NEW_RULE = 29, 11, 1
+ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
+NEW_RULE = 1
 UNTRAINED_LR = 1e-9
 LEVEL = 0.9
 """Success of the acceptance: the first round in which an arm reaches it is printed."""
@@ -71,9 +72,9 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
     """Train all arms of a seed; return their rounds."""
     actor, extractor = (starts / name / "hf" for name in ("start", "extractor_start"))
     found = {}
-    for arm, lr in (("trained", None), ("untrained", UNTRAINED_LR)):
-        runs = together(folder / arm, actor, extractor, ROUNDS, seed=seed, lr=lr)
-        found[arm] = with_bank(folder / arm, runs[0], ROUNDS + 1, 0)
+    for arm, rounds, lr in (("trained", ROUNDS, None), ("untrained", UNTRAINED_ROUNDS, UNTRAINED_LR)):
+        runs = together(folder / arm, actor, extractor, rounds, seed=seed, lr=lr)
+        found[arm] = with_bank(folder / arm, runs[0], rounds + 1, 0)
     settings = actor_settings(actor, None, seed, 0)
     steps = STEPS_PER_ROUND * (ROUNDS + 1)
     alone = train(
