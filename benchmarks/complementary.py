@@ -117,7 +117,7 @@ def draw(path: Path, seeds: Sequence[Mapping[str, Mapping[str, Sequence[float]]]
     colors = {"trained": "tab:blue", "untrained": "tab:orange", "none": "tab:gray"}
     colors |= {"shift, trained": "tab:blue", "shift, static": "tab:red"}
     for arm, color in colors.items():
-        axis = axes[arm.startswith("shift")]
+        axis = axes[int(arm.startswith("shift"))]
         for i, seed in enumerate(seeds):
             y = seed[arm]["alone" if arm == "none" else "shown"]
             label = {"none": "no bank"}.get(arm, arm.removeprefix("shift, ") + " extractor") if i == 0 else None

@@ -62,6 +62,7 @@ class Interpreter:
 
 
 def _printed(*line: str) -> str:
+    """Return what a program prints."""
     return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S).stdout
 
 
@@ -240,18 +241,8 @@ class ContainerHost(SandboxProvider):
     def _says(self, image: str) -> str:
         """Return what this machine's Python says in a container of an image."""
         python = interpreter().python
-        line = [
-            "--rm",
-            "--network",
-            "none",
-            "--pull",
-            "never",
-            *_mounts(),
-            "--entrypoint",
-            python[0],
-            image,
-            *python[1:],
-        ]
+        line = ["--rm", "--network", "none", "--pull", "never", *_mounts()]
+        line += ["--entrypoint", python[0], image, *python[1:]]
         said = self.ask("run", *line, "--version")
         return (said.stdout + said.stderr).strip()[-500:]
 

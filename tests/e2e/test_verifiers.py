@@ -1,6 +1,8 @@
 """Tasks of verifiers, in a virtual environment of their own: played by its harness, scored by its rewards, trained.
 Skipped by name where verifiers cannot be installed, or cannot install the libraries of its harness."""
 
+import asyncio
+import contextlib
 import http.server
 import json
 import os
@@ -8,7 +10,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import rolljax
@@ -16,15 +21,24 @@ from rolljax.envs import checks
 from rolljax.envs.adapters.verifiers import Verifiers
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError, EnvError
+from rolljax.model import hf
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Evaluation, Phase, Recipe
 from rolljax.rollout.agents.program import AgentProgram, own_program
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.serving.schema import ServedModel
+from rolljax.serving.server import ServerLimits
 from rolljax.storage.run_reader import RunReader
 from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.publish import make_publish
 
 from .conftest import ROOT
+from .serving import KEY, Running
 
 VERSION = "0.4.0"
 PASSED = {k: v for k, v in os.environ.items() if k.startswith(("UV_", "SSL_", "PIP_"))}
@@ -130,6 +144,59 @@ def test_a_taskset_of_verifiers_is_trained_token_for_token(python, played, tmp_p
         right = turn.text.strip() == str(int(a) + int(b))
         assert t.reward == right + 0.5 * (len(turn.text) < 3)
     assert [row["mismatch/abs_max_nat"] < 1e-4 for row in reader.rows()] == [True, True]
+
+
+@pytest.fixture(scope="module")
+def running(model, params, chat):
+    """Return our server over a real engine."""
+    cfg = SamplerConfig(slots=8, max_context=256, prefill_chunk=64)
+    mesh = MeshSpec().build(jax.devices()[:1])
+    weights = make_publish(mesh, model)(params)
+    with contextlib.ExitStack() as stack:
+        sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), weights, 3, vocabulary=chat.vocabulary)
+        stack.callback(sampler.close)
+        served = ServedModel("policy", chat.tokenizer, chat, model.cfg.vocab_size, 256)
+        running = Running(sampler, served, ServerLimits(keys=(KEY,)))
+        stack.callback(running.close)
+        yield running, sampler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eval", "train"])
+def test_verifiers_own_evaluation_uses_our_server(python, played, running, model, params, tmp_path, kind):
+    """`vf-eval`, over chat completions, and over its client for training, which sends and gets tokens."""
+    server, sampler = running
+    hf.save(tmp_path / "model", model, params, byte_tokenizer())
+    command = [Path(python).with_name("vf-eval"), "sums", "-n", "3", "-r", "2", "-m", "policy"]
+    command += ["--no-push", "--no-rich", "-o", tmp_path / "out", "--sampling.max-tokens", "4"]
+    command += [
+        "--env.agent.harness.id",
+        "null",
+        "--env.agent.runtime.type",
+        "subprocess",
+        "--sampling.temperature",
+        "1",
+    ]
+    command += ["--client.type", kind, "--client.base-url", f"{server.url}/v1", "--client.api-key-var", "OUR_KEY"]
+    command += ["--client.renderer-model-name", tmp_path / "model"] if kind == "train" else []
+    env = os.environ | {"OUR_KEY": KEY}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    [path] = (tmp_path / "out").rglob("traces.jsonl")
+    episodes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(episodes) == 6 and all(episode["ok"] for episode in episodes)
+    for episode in episodes:
+        [trace] = episode["traces"]
+        asked, answered = trace["nodes"]
+        text = answered["message"]["content"] or ""
+        right = text.strip() == str(trace["task"]["data"]["total"])
+        assert trace["rewards"]["right"]["score"] == right and trace["rewards"]["short"]["score"] == (len(text) < 3)
+        if kind == "train":
+            ids = np.array(asked["token_ids"] + answered["token_ids"], np.int32)
+            own = len(asked["token_ids"]) + np.flatnonzero(answered["mask"])
+            assert len(own) == len(answered["logprobs"]) > 0
+            wanted = asyncio.run(sampler.score(ids))[own]
+            np.testing.assert_allclose(answered["logprobs"], wanted, atol=2e-4)  # the client rounds to four digits
 
 
 def test_a_taskset_without_its_program_or_its_python_is_refused():

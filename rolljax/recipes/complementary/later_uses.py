@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from rolljax.errors import ConfigError, Range, check_fields
+from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.recipes.complementary.bank import Bank, banks_of
 from rolljax.recipes.complementary.experience import PART, bank_at
@@ -110,8 +111,7 @@ class RoundScorer:
         bank = dataclasses.replace(bank.newest(self._cfg.capacity), round=round_ + 1)
         if all(b.round != bank.round for b in banks_of(path)):
             bank.append_to(path)
-        steps = {"rl/Phase.steps": spec.steps_per_round * (bank.round + 1)}
-        train(self._cfg.actor, set={**self._cfg.settings, **steps}, run_dir=spec.run, progress=False)
+        train_to(self._cfg.actor, Path(spec.run), self._cfg.settings, spec.steps_per_round * (bank.round + 1))
         uses = self._uses(bank.round)
         return [self._reward(t, own, uses, before) for t, own in zip(extractions, numbers, strict=True)]
 
@@ -130,6 +130,15 @@ class RoundScorer:
             if number := int(t.reward_parts.get(PART, 0)):
                 found.setdefault(number, []).append(t.success)
         return found
+
+
+def train_to(config: str, folder: Path, settings: Mapping[str, object], steps: int) -> Run:
+    """Return a run of the actor with `steps` steps or more; train it only as far as it has fewer. An extractor that was
+    killed plays its last rounds again, and the actor is ahead of it then."""
+    summary = folder / "summary.json"
+    if summary.is_file() and (run := Run(folder)).is_finished and run.num_steps >= steps:
+        return run
+    return train(config, set={**settings, "rl/Phase.steps": steps}, run_dir=folder, progress=False)
 
 
 def leaks(operation: Operation, answer: str | None) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.recipes.complementary.bank import Bank
-from rolljax.recipes.complementary.later_uses import LaterUses
+from rolljax.recipes.complementary.later_uses import LaterUses, train_to
 
 STEPS_PER_ROUND = 4
 PROMPTS_PER_STEP = 16
@@ -63,7 +63,7 @@ def together(
     if first is not None and not bank.exists():
         dataclasses.replace(first, round=0).append_to(bank)
     settings = actor_settings(actor, bank, seed, rule)
-    train("complementary/actor", set={**settings, "rl/Phase.steps": STEPS_PER_ROUND}, run_dir=run, progress=False)
+    train_to("complementary/actor", run, settings, STEPS_PER_ROUND)
     trained = train(
         "complementary/extractor",
         set={
