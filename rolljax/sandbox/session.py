@@ -210,6 +210,7 @@ class Sandbox:
         Raises:
           ConfigError: the sandbox is made from no image.
         """
+        self._ask({"op": "hello"})  # a sandbox that is gone is not the engine's failure
         return self._host.changes(self)
 
     def commit(self, image: str) -> str:
@@ -218,6 +219,7 @@ class Sandbox:
         Raises:
           ConfigError: the sandbox is made from no image.
         """
+        self._ask({"op": "hello"})
         return self._host.commit(self, image)
 
     def num_processes(self) -> int:

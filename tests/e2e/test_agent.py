@@ -522,7 +522,7 @@ def test_a_sandbox_that_the_machine_kills_is_not_the_policys_loss(play_inside, s
     def kill():
         while not sampler.asked:
             time.sleep(0.01)
-        os.kill(boxes[0]._handle.pid, signal.SIGKILL)
+        os.kill(boxes[0].handle.pid, signal.SIGKILL)
 
     monkeypatch.setattr(Sandbox, "open", remembering)
     killer = threading.Thread(target=kill)

@@ -330,6 +330,11 @@ def test_a_task_runs_in_its_image(engine, task_folder, capsys):
     assert not played(spec)[1].success
     assert not played(spec, "rm data.txt built; printf '2 secret\\n' > out")[1].success  # deletions are carried over
     assert not played(spec, "rm -rf /* 2> /dev/null")[1].success
+    env = spec.make()
+    env.reset(spec.task(0))
+    lost = env.step("kill -9 -1")
+    assert not lost.success and lost.terminated and lost.metrics["sandbox_lost_n"] >= 1
+    env.close()
     # a program that the policy has put in place of the system's does not reach the tests
     fake = "printf '#!/bin/sh\\necho 2 secret\\n' > /bin/cat; chmod 755 /bin/cat; echo wrong > out; rm built"
     assert not played(spec, fake)[1].success

@@ -23,7 +23,8 @@ def verify(tmp_path, text, *, cases=None, timeout_s=30.0):
 
 
 def exam(tmp_path, **changes):
-    none = {"clear": [], "folders": [], "left": [], "tests": {}, "files": {}, "cases": {}, "env": {}, "timeout_s": 30.0}
+    lists = {name: [] for name in ("foreign", "clear", "deleted", "folders", "left")}
+    none = {**lists, "tests": {}, "files": {}, "cases": {}, "env": {}, "timeout_s": 30.0}
     return {**none, "workdir": str(tmp_path), **changes}
 
 
@@ -68,6 +69,7 @@ def test_what_was_left_takes_the_place_of_the_tasks_own(tmp_path):
     (work / "old" / "file").write_text("gone")
     (work / "link").symlink_to("/etc")
     (tmp_path / "one").write_text("replaced")
+    (tmp_path / "gone").mkdir()
     text = (
         "import os\n"
         f"top = {str(tmp_path)!r}\n"
@@ -78,6 +80,7 @@ def test_what_was_left_takes_the_place_of_the_tasks_own(tmp_path):
     )
     given = {
         "clear": [str(work), str(tmp_path / "one"), str(tmp_path / "never")],
+        "deleted": [str(tmp_path / "gone"), str(tmp_path / "never")],
         "folders": [str(work), str(work / "empty")],
         "left": [[str(work / "new" / "a"), 0o755, b64("a")], [str(tmp_path / "one"), 0o644, b64("1")]],
         "env": {"V": "1"},
@@ -104,7 +107,7 @@ def test_code_of_the_policy_does_not_run_in_the_process_of_the_tests(tmp_path, t
     left = [[str(work / "answer.py"), 0o644, b64(forged)], [str(work / "answer.pickle"), 0o644, b64(surprise.decode())]]
     left.append([str(work / "answer.so"), 0o644, b64("no library")])
     text = f"import ctypes, importlib.machinery, pickle, runpy, sys\ntop = {str(work)!r}\ndef test_it():\n    {take}\n"
-    given = {"clear": [str(work)], "folders": [str(work)], "left": left}
+    given = {"foreign": [str(work)], "clear": [str(work)], "folders": [str(work)], "left": left}
     code, said = order([], exam(tmp_path, **given, files={"test_a.py": text}, cases={"test_a.py": ["test_it"]}))
     assert code == 1 and "ImportError" in said["cases"]["test_a.py::test_it"], said
 
