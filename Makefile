@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
 # what takes most of a machine's memory, and therefore runs by itself
-ALONE  := $(BIN)/python -m pytest tests/e2e -m alone
+ALONE  := $(BIN)/python -m pytest tests/e2e -m alone $(if $(START_BEFORE),--start_before $(START_BEFORE))
 # `make test-newest`: a newer Python (3.13 or 3.12, from pyenv or the PATH), and the tests that run there
 PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
@@ -49,9 +49,10 @@ quickstart: setup
 test: setup-test
 	$(PYTEST)
 
-# the rest: programs at full size for TPUs, eight devices, several processes, every family and every setting for itself
+# the rest: programs at full size for TPUs, eight devices, several processes, every family and every setting for itself.
+# START_BEFORE=SECONDS (since 1970): what has not started then is skipped
 test-slow: setup-test
-	$(PYTEST) -m 'slow and not sweep'
+	$(PYTEST) -m 'slow and not sweep' $(if $(START_BEFORE),--start_before $(START_BEFORE))
 	$(ALONE)
 
 # suites whose full size takes hours (every kill point, every hack), and all the others

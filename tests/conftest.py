@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -42,6 +43,7 @@ hypothesis.settings.load_profile("repo")
 
 def pytest_addoption(parser):
     parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
+    parser.addoption("--start_before", type=float, help="skip what has not started at this time (seconds since 1970)")
     parser.addoption("--sample_seed", help="which cases of slow tests run: any text; the date unless given")
 
 
@@ -51,7 +53,20 @@ def pytest_configure(config):
     config.pluginmanager.register(Durations(config.getoption("--write_durations")))
 
 
+OUT_OF_TIME = "out of time: --start_before"
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item):
+    before = item.config.option.start_before
+    if before is not None and time.time() > before:
+        pytest.skip(OUT_OF_TIME)
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    late = [report for report in terminalreporter.stats.get("skipped", ()) if OUT_OF_TIME in str(report.longrepr)]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests were skipped, because the time of --start_before was over")
     terminalreporter.write_line(f"cases of slow tests marked `sampled`: --sample_seed {config.option.sample_seed}")
 
 
