@@ -7,17 +7,16 @@ Arms of each seed, all from the same warm starts:
 - `trained`: actor and extractor are trained by turns;
 - `untrained`: the extractor writes, and is not trained (rate 1e-9);
 - `none`: no bank;
-- `shift, trained` and `shift, static`: the keys of all rooms change after `trained`; both go on, or the actor alone,
+- `shift, trained` and `shift, static`: the keys of all rooms change after `trained`; both continue, or the actor alone,
   with the last bank.
 
-Printed by round: success in training of the episodes that were shown an experience, and of those that were not; the
+Printed by round: success in training of the episodes with and without an experience; the
 share of the bank that is right; held-out success without experiences. A run that was stopped continues.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from rolljax.recipes.complementary.bank import Bank, banks_of
 from rolljax.recipes.complementary.experience import PART
 from rolljax.recipes.complementary.key_rules import KeyRules
 from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settings, together, warm_starts
+from rolljax.storage.run_reader import RunReader
 
 ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
 NEW_RULE = 1
@@ -54,10 +54,8 @@ def right_share(bank: Bank, keys: Mapping[str, str]) -> float:
 def by_round(run: Run, rounds: int) -> dict[str, list[float]]:
     """Return the success of each round: `shown` an experience, `alone`, and `held_out` without one."""
     found: dict[str, list[float]] = {"shown": [], "alone": [], "held_out": []}
-    lines = (Path(run.path) / "metrics.jsonl").read_text().splitlines()
-    held_out = {
-        row["step"]: row["heldout/reward_mean"] for row in map(json.loads, lines) if "heldout/reward_mean" in row
-    }
+    rows = RunReader(run.path).rows()
+    held_out = {row["step"]: row["heldout/reward_mean"] for row in rows if "heldout/reward_mean" in row}
     for round_ in range(rounds):
         steps = range(round_ * STEPS_PER_ROUND + 1, (round_ + 1) * STEPS_PER_ROUND + 1)
         episodes = [t for step in steps for t in run.trajectories(step)]

@@ -8,7 +8,6 @@ bash. It ends, and with it the container, when this process is gone.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -31,8 +30,8 @@ from typing import Any, Literal, get_args
 from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.sandbox import command_line
 from rolljax.sandbox.host import AGENT_FILES, settings
-from rolljax.sandbox.profile import CODE, Profile, SandboxConfig
-from rolljax.sandbox.provider import CONTAINERS, END_S, START_S, AgentChannel, Result, SandboxProvider
+from rolljax.sandbox.profile import Profile, SandboxConfig
+from rolljax.sandbox.provider import CONTAINERS, END_S, START_S, AgentChannel, Result, SandboxProvider, shared
 from rolljax.sandbox.session import Sandbox
 
 Engine = Literal["docker", "podman"]
@@ -191,7 +190,7 @@ class ContainerHost(SandboxProvider):
         handle = ContainerHandle(self, name, profile.session_s, free := self.take_slot())
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(free)
-            # nobody else of this machine can pass the outer folder; the inner one is mounted
+            # other users of this machine cannot enter the outer folder; the inner one is mounted
             outer = tempfile.mkdtemp(prefix="rolljax-")
             try:
                 connected = self._started(handle, profile, os.path.join(outer, "inside"))
@@ -229,7 +228,7 @@ class ContainerHost(SandboxProvider):
 
     def _not_started(self, image: str, said: str) -> ConfigError | InfraError:
         """Return the error for a container that the engine did not start."""
-        if self.ask("image", "inspect", image).returncode:
+        if not self.workdir(image):
             return ConfigError(
                 "is no image on this machine",
                 setting="Profile.image",
@@ -259,15 +258,8 @@ class ContainerHost(SandboxProvider):
         line += ["--entrypoint", ours.python[0], profile.image, *ours.python[1:]]
         return [*line, f"{command_line.INSIDE}/agent.py", f"{command_line.INSIDE}/channel", *ours.bash]
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        files: Mapping[str, bytes] | None = None,
-        profile: Profile = CODE,
-    ) -> Result:
-        with self.program(), Sandbox.open(profile, files=files, host=self) as box:
+    def _run(self, argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], profile: Profile) -> Result:
+        with Sandbox.open(profile, files=files, host=self) as box:
             return box.execute(argv, stdin, timeout_s=profile.wall_s)
 
     def usage(self, box: Sandbox) -> dict[str, int]:
@@ -286,18 +278,14 @@ class ContainerHost(SandboxProvider):
             raise InfraError(f"{self.engine} commit: {said.stderr.strip()[-500:]}")
         return image
 
-    def has(self, image: str) -> bool:
-        """Return whether an image is on this machine."""
-        return self.ask("image", "inspect", image).returncode == 0
-
     def workdir(self, image: str) -> str:
-        """Return the folder in which an image's programs start."""
+        """Return the folder in which an image's programs start; empty if the image is not on this machine."""
         said = self.ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
-        return said.stdout.strip() or "/"
+        return "" if said.returncode else said.stdout.strip() or "/"
 
-    def provide(self, image: str, folder: Path | None, timeout_s: float) -> None:
-        """Build an image from a folder with a Dockerfile, or pull it, unless it is on this machine. Others who want the
-        same image wait.
+    def provide(self, image: str, folder: Path | None, timeout_s: float) -> str:
+        """Build an image from a folder with a Dockerfile, or pull it, unless it is on this machine; return its
+        `workdir`. Other threads that want the same image wait.
 
         Raises:
           DataError: it cannot be built or pulled, with the engine's last words.
@@ -305,14 +293,15 @@ class ContainerHost(SandboxProvider):
         with self._lock:
             turn = self._images.setdefault(image, threading.Lock())
         with turn:
-            if self.has(image):
-                return
+            if workdir := self.workdir(image):
+                return workdir
             words = ["build", "--quiet", "--tag", image, str(folder)] if folder else ["pull", "--quiet", image]
             said = self.ask(*words, timeout_s=timeout_s)
             if said.returncode:
                 raise DataError(
                     f"{self.engine} {words[0]} of {image} failed: {(said.stdout + said.stderr).strip()[-1000:]}"
                 )
+            return self.workdir(image)
 
     def close(self) -> None:
         """Remove every container of this host."""
@@ -364,16 +353,7 @@ def engine_available(engine: Engine) -> str:
     return "" if said.returncode == 0 else f"`{engine} info` failed: {last[-300:]}; {_INSTALL[engine]}"
 
 
-_shared: dict[tuple[int, Engine, SandboxConfig], ContainerHost] = {}
-_shared_lock = threading.Lock()
-
-
 def container_host(engine: Engine) -> ContainerHost:
     """Return this process's host of containers with the settings of `configure`; made on first use, closed when the
     process exits."""
-    key = os.getpid(), engine, settings()
-    with _shared_lock:
-        if key not in _shared:
-            _shared[key] = ContainerHost(engine, settings())
-            atexit.register(_shared[key].close)
-        return _shared[key]
+    return shared(ContainerHost, engine, settings())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -32,6 +31,7 @@ from rolljax.sandbox.provider import (
     Handle,
     Result,
     SandboxProvider,
+    shared,
 )
 
 if TYPE_CHECKING:
@@ -113,18 +113,6 @@ class SandboxHost(SandboxProvider):
         self._launcher: Launcher | None = None
         if self.config.backend == "bwrap" and not checked:
             check_machine()
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        files: Mapping[str, bytes] | None = None,
-        profile: Profile = CODE,
-    ) -> Result:
-        """Run one program in a new sandbox until it ends."""
-        with self.program():
-            return self._run(argv, stdin, files or {}, profile)
 
     def _run(self, argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], profile: Profile) -> Result:
         start = time.monotonic()
@@ -383,8 +371,6 @@ def available() -> str:
     return ""
 
 
-_shared: dict[tuple[int, SandboxConfig], SandboxHost] = {}
-_shared_lock = threading.Lock()
 _settings = SandboxConfig()
 
 
@@ -402,12 +388,7 @@ def configure(config: SandboxConfig) -> None:
 def shared_host(backend: Literal["bwrap", "none"] | None = None) -> SandboxHost:
     """Return this process's host with the settings of `configure`, or with another backend; made on first use and
     closed when the process exits."""
-    key = os.getpid(), dataclasses.replace(_settings, backend=backend) if backend else _settings
-    with _shared_lock:
-        if key not in _shared:
-            _shared[key] = SandboxHost(key[1])
-            atexit.register(_shared[key].close)
-        return _shared[key]
+    return shared(SandboxHost, dataclasses.replace(_settings, backend=backend) if backend else _settings)
 
 
 def run(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import atexit
 import contextlib
 import dataclasses
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.sandbox.profile import CODE, Profile, SandboxConfig
@@ -107,7 +108,6 @@ class SandboxProvider(abc.ABC):
           ConfigError: this provider cannot make such a sandbox. InfraError: no slot was free, or the start failed.
         """
 
-    @abc.abstractmethod
     def run(
         self,
         argv: Sequence[str],
@@ -117,6 +117,12 @@ class SandboxProvider(abc.ABC):
         profile: Profile = CODE,
     ) -> Result:
         """Run one program in a new sandbox until it ends."""
+        with self.program():
+            return self._run(argv, stdin, files or {}, profile)
+
+    @abc.abstractmethod
+    def _run(self, argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], profile: Profile) -> Result:
+        """Do `run`, as one of the programs that compute."""
 
     @abc.abstractmethod
     def usage(self, box: Sandbox) -> dict[str, int]:
@@ -180,3 +186,18 @@ class SandboxProvider(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Provider = TypeVar("Provider", bound=SandboxProvider)
+_shared: dict[tuple[object, ...], SandboxProvider] = {}
+_shared_lock = threading.Lock()
+
+
+def shared(make: Callable[..., Provider], *settings: object) -> Provider:
+    """Return this process's provider `make(*settings)`; made on first use and closed when the process exits."""
+    key = os.getpid(), make, *settings
+    with _shared_lock:
+        if key not in _shared:
+            _shared[key] = make(*settings)
+            atexit.register(_shared[key].close)
+        return cast("Provider", _shared[key])

@@ -171,11 +171,11 @@ def test_an_environment_in_the_script_that_is_started(folder, runs):
 
 
 def test_a_missing_sandbox_is_said_once(folder, monkeypatch, capfd):
-    from rolljax.sandbox import command_line, host
+    from rolljax.sandbox import command_line, host, provider
 
     monkeypatch.setattr(command_line, "bwrap", lambda: "")
     monkeypatch.setattr(host, "_works", type(host._works)())
-    monkeypatch.setattr(host, "_shared", {})
+    monkeypatch.setattr(provider, "_shared", {})
     for verb, argv in ((validate, ["terminal", "--tasks", "3"]), (play, ["terminal"])):
         assert verb.main(argv) == 2
         out, err = capfd.readouterr()

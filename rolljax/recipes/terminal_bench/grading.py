@@ -33,8 +33,8 @@ BUILD_S = 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """The files that a policy left, as (path, mode, content), folders, paths that it deleted, and those that could not
-    be copied."""
+    """What a policy left: files, as (path, mode, content), folders, the paths that it deleted, and the paths that could
+    not be copied."""
 
     files: tuple[tuple[str, int, bytes], ...]
     folders: tuple[str, ...]
@@ -78,7 +78,7 @@ def list_files(box: Sandbox, task: HarborTask, also: Sequence[str]) -> tuple[lis
     artifacts, its folder, and `also`; in an image everything that changed. Return also the paths that it deleted, which
     are known in an image only."""
     if not task.image:
-        return box.list_files([*_roots(task), task.workdir, *also]), []
+        return box.list_files([*dict.fromkeys((*_roots(task), task.workdir, *also))]), []
     changes = box.changes()
     deleted = [path for kind, path in changes if kind == "D"]
     return box.list_files([path for kind, path in changes if kind != "D"], below=False), deleted

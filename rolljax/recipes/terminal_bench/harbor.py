@@ -6,7 +6,7 @@
     NAME/tests/test_outputs.py      functions `test_*` that assert       (else tests/test.sh, which writes a verdict)
     NAME/solution/solve.sh          a solution                           v1: solution.sh
 
-`HarborTask.unsupported` lists the needs of a folder that no sandbox can meet, `needs_image` those that its image meets.
+`HarborTask.unsupported` lists the needs that no sandbox can meet, `needs_image` the needs that the task's image meets.
 """
 
 from __future__ import annotations

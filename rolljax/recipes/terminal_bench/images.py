@@ -29,10 +29,9 @@ def in_image(task: HarborTask, host: ContainerHost) -> HarborTask:
     """
     image = image_of(task)
     try:
-        host.provide(image, None if task.docker_image else task.build_folder, task.build_timeout_s)
+        workdir = host.provide(image, None if task.docker_image else task.build_folder, task.build_timeout_s)
     except DataError as e:
         raise EnvError(f"task {task.name}: {e}") from e
-    workdir = host.workdir(image)
     return dataclasses.replace(
         task, image=image, workdir=workdir, artifacts=task.artifacts or (workdir,), steps=(), env={}
     )

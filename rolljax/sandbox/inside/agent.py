@@ -422,7 +422,7 @@ class RunningProgram:
 
 
 def bury_orphans() -> None:
-    """Go on in a child process. This process, the first of a container, waits for every process that ends, and ends
+    """Continue in a child process. This process, the first of a container, waits for every process that ends, and ends
     with the child."""
     agent = os.fork()
     while agent:
