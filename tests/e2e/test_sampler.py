@@ -199,9 +199,9 @@ def test_new_weights_are_taken_between_dispatches():
     assert set(fresh.versions) == {1}
 
 
-def test_requests_that_are_held_start_together():
+def test_requests_that_are_held_start_together(monkeypatch):
     """A running request continues meanwhile, a held one can be aborted, and held requests fail with the sampler."""
-
+    monkeypatch.setattr("rolljax.sampler.client.HOLD_S", 600.0)  # however long the programs compile
     sampler, prompt = open_sampler(slots=4), np.arange(5, dtype=np.int32)
 
     def ask(number, max_tokens=24):
