@@ -123,7 +123,8 @@ async def run(args):
     loss = await supervised(policy, rng, args.supervised_steps, 3e-3)
     print(f"supervised: {loss[0]:.2f} -> {loss[-1]:.2f} nats per token")
     path = (await policy.save_state(f"start{args.seed}", overwrite=True)).path
-    other = await client.create_training_client_from_state(path)
+    # from the weights alone: Adam's averages are those of the supervised gradients, which are far larger
+    policy, other = [await client.create_training_client_from_state(path) for _ in range(2)]
     rewards, wins = await asyncio.gather(
         rewarded(policy, rng, args.reward_steps, 1e-3),
         preferred(other, np.random.default_rng(1), args.preference_steps, 1e-3),
