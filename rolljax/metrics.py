@@ -220,6 +220,10 @@ NAMES: Mapping[str, Metric] = {
         "calls", "sum", 0, INF, "prefill programs, of `SamplerConfig.prefill_chunk` tokens each"
     ),
     "sampler/dispatches_n": Metric("dispatches", "sum", 0, INF, "rounds of decode steps"),
+    "sampler/steps_n": Metric("steps", "sum", 0, INF, "decode steps, each one pass through the model"),
+    "sampler/accept_frac": Metric(
+        "share", "mean", 0, 1, "guessed tokens that were sampled (`SamplerConfig.speculate`)"
+    ),
     "sampler/slot_frac": Metric("share", "mean", 0, 1, "slots that sampled a token, over all decode steps"),
     "sampler/idle_frac": Metric(
         "share",

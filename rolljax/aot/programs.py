@@ -358,6 +358,21 @@ class SamplerShapes:
         yield program(
             "prefill", lambda: engine._prefill.lower(params, state, pieces, width), both, {}, 1, prefill, prompt
         )
+        if cfg.speculate:
+            rows, width = engine.verify_rows[-1] * engine.num_shards, cfg.speculate
+            tokens = rows * (width + 1)
+            some = like((np.zeros((rows, cfg.pages_per_sequence), np.int32), np.zeros(rows, np.int32)))
+            drafts = like((np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)))
+            flops = per_token * tokens + attention_flops(model.cfg, tokens, cfg.max_context / 2)
+            yield program(
+                "verify",
+                lambda: engine._verify.lower(params, state, *some, *drafts, False, False),
+                both,
+                {},
+                1,
+                flops,
+                tokens,
+            )
         inserts = like(Inserts.empty(cfg.slots))
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
 

@@ -205,6 +205,9 @@ def add_sampler(report: MetricsReport, before: SamplerStats, now: SamplerStats, 
     report.add("sampler/reuse_frac", did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1))
     report.add("sampler/prefills_n", did["prefills"])
     report.add("sampler/dispatches_n", did["dispatches"])
+    report.add("sampler/steps_n", did["steps"])
+    if did["drafted_tok"]:
+        report.add("sampler/accept_frac", did["accepted_tok"] / did["drafted_tok"])
     report.add("sampler/slot_frac", did["busy_slot_steps"] / max(did["slot_steps"], 1))
     report.add("sampler/idle_frac", 1 - min(did["held_s"] / max(slot_s, 1e-9), 1.0))
     report.add("sampler/preempt_n", did["preemptions"])

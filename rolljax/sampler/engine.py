@@ -3,6 +3,7 @@
     prefill   a chunk of some prompts -> their keys and values in pages, logits after the last token
     insert    prefilled prompts -> slots, first tokens
     generate  a few decode steps of all slots, with stop detection on the device
+    verify    one step that checks guesses: as many tokens of each slot as were guessed right, and one more
     score     sequences -> the log-prob of every token, nothing kept
 
 Which pages a row uses is decided by the caller, who hands in page tables; how pages look and how attention reads them
@@ -52,7 +53,7 @@ EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
 MAX_UNROLLED_LAYERS = 8
 """Largest depth of models whose layers are unrolled in the decode program on CPU."""
-LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "score", "sleep")
+LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "verify", "score", "sleep")
 """Methods that all processes of a mesh must call in one order. Arguments and tickets are the same on all of them."""
 
 
@@ -93,6 +94,7 @@ class Engine:
             self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, replicated)
         )
         self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, replicated))
+        self._verify = self._jit(self._verify_local, donate=(1,), num_row_args=5, static=2, out=(None, replicated))
         self._score = self._jit(self._score_all, donate=(), num_row_args=1, static=1, split=False, out=replicated)
 
     @property
@@ -113,6 +115,13 @@ class Engine:
             return (slots,)
         parts = (slots // 16, slots // 4) if self.cfg.programs == "many" else (slots // 4,)
         return tuple(n for n in parts if n >= MIN_ROWS) + (slots,)
+
+    @property
+    def verify_rows(self) -> tuple[int, ...]:
+        """Rows per batch shard that a program to check guesses exists for."""
+        slots, each = self.cfg.slots // self.num_shards, self.cfg.speculate + 1
+        most = min(slots, self.cfg.speculate_tok // each)
+        return tuple(sorted({most, *(n for n in (slots // 16, slots // 4) if MIN_ROWS <= n < most)}))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -182,6 +191,28 @@ class Engine:
           truncate, top: see `sampling.draw`; True where any row needs it.
         """
         return self._generate(params, state, table_SW, slot_S, truncate, top)
+
+    def verify(
+        self,
+        params: Params,
+        state: DecodeState,
+        table_SW: np.ndarray,
+        slot_S: np.ndarray,
+        draft_SK: np.ndarray,
+        count_S: np.ndarray,
+        *,
+        truncate: bool = False,
+        top: bool = False,
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Sample the next token of some slots, and the one after each guess that was sampled, in one step.
+
+        The noise of a token depends on its position alone, so that these are the tokens of `generate`.
+
+        Args:
+          state: donated. table_SW, slot_S, truncate, top: as for `generate`.
+          draft_SK: guesses of the next tokens. count_S: how many of each row's hold.
+        """
+        return self._verify(params, state, table_SW, slot_S, draft_SK, count_S, truncate, top)
 
     def score(self, params: Params, tokens_BT: np.ndarray, adapter_B: np.ndarray, *, top: int = 0) -> Scores:
         """Return the model's log-prob of every token given the earlier ones, and of the `top` likeliest tokens."""
@@ -258,9 +289,7 @@ class Engine:
     ) -> tuple[DecodeState, ResultTokens]:
         path = self.decode_path
         S, K = len(slot_S), self.cfg.steps_per_dispatch
-        state = dataclasses.replace(all_slots, pool=all_slots.token)  # the pool is not carried through the steps
-        state = jax.tree.map(lambda x: x[jnp.maximum(slot_S, 0)], state)
-        state = dataclasses.replace(state, remaining=jnp.where(slot_S >= 0, state.remaining, 0))
+        state = _rows_of(all_slots, slot_S)
         decoder = self._bind(params, state.adapter)
         start_S = state.position
         reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1])
@@ -299,11 +328,60 @@ class Engine:
         n = min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
         out = ResultTokens.empty(self._no_experts(S, K), n, state.remaining == 0)
         _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
-        to_S = jnp.where(slot_S >= 0, slot_S, len(all_slots.token))
-        back = lambda name: getattr(all_slots, name).at[to_S].set(getattr(state, name), mode="drop")  # noqa: E731
         pool = path.close(all_slots.pool, reading, cache, state.position - start_S)
-        moved = {name: back(name) for name in ("token", "position", "remaining")}
-        return dataclasses.replace(all_slots, pool=pool, **moved), out
+        return _put_back(all_slots, slot_S, state, pool), out
+
+    def _verify_local(
+        self,
+        params: Params,
+        all_slots: DecodeState,
+        table_SW: jax.Array,
+        slot_S: jax.Array,
+        draft_SK: jax.Array,
+        count_S: jax.Array,
+        truncate: bool,
+        top: bool,
+    ) -> tuple[DecodeState, ResultTokens]:
+        path, (S, K) = self.path, draft_SK.shape
+        T = K + 1
+        state = _rows_of(all_slots, slot_S)
+        decoder = self._bind(params, state.adapter)
+        active = state.remaining > 0
+        reading, cache = path.open(all_slots.pool, table_SW, state.position, T, table_SW.shape[1])
+        attend = path.attend(reading, 0, jnp.where(active, count_S + 1, 0))
+        tokens_ST = jnp.concatenate([state.token[:, None], draft_SK], axis=1)
+        position_ST = state.position[:, None] + jnp.arange(T)
+        hidden, cache, mixtures = decoder(tokens_ST, position_ST, attend, cache, in_place=True)
+        each = lambda x: jnp.repeat(x, T, axis=0)  # noqa: E731
+        distribution, key = jax.tree.map(each, state.distribution), each(state.key)
+        logits = decoder.logits(hidden).reshape(S * T, -1)
+        new = draw(logits, distribution, key, position_ST.reshape(-1) + 1, truncate, top)
+        new = jax.tree.map(lambda x: x.reshape(S, T, *x.shape[1:]), new)
+        right_SK = (new.token[:, :-1] == draft_SK) & (jnp.arange(K) < count_S[:, None])
+        stopped_ST = jax.vmap(_stopped, (1, None), 1)(new.token, state.stop)
+        goes_on_SK = right_SK & ~stopped_ST[:, :-1]
+        valid_S = jnp.minimum(1 + jnp.sum(jnp.cumprod(goes_on_SK, axis=1), axis=1), state.remaining)
+        last_S1 = jnp.maximum(valid_S - 1, 0)[:, None]
+        last = lambda x: jnp.take_along_axis(x, last_S1, axis=1)[:, 0]  # noqa: E731
+        remaining = jnp.where(last(stopped_ST), 0, state.remaining - valid_S)
+        experts = self._no_experts(S, T)
+        if mixtures is not None and self.cfg.record_experts:
+            experts = mixtures.expert_ids_BTk.transpose(1, 2, 0, 3).astype(experts.dtype)
+        out = ResultTokens(
+            tokens=new.token,
+            **{f: getattr(new, f) for f in _SHARED},
+            experts=experts,
+            valid=valid_S,
+            done=remaining == 0,
+        )
+        state = dataclasses.replace(
+            state,
+            token=jnp.where(active, last(new.token), state.token),
+            position=state.position + valid_S,
+            remaining=remaining,
+        )
+        pool = path.close(all_slots.pool, reading, cache, valid_S)
+        return _put_back(all_slots, slot_S, state, pool), out
 
     def _no_experts(self, slots: int, steps: int) -> jax.Array:
         """Return unknown experts in the shape of `ResultTokens.experts`."""
@@ -392,6 +470,21 @@ def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
     return jnp.any(token_S[:, None] == stop_SE, axis=1)
 
 
+def _rows_of(all_slots: DecodeState, slot_S: jax.Array) -> DecodeState:
+    """Return the state of some slots, one per row; -1: an idle row. Its pool is left out, which no step carries."""
+    state = dataclasses.replace(all_slots, pool=all_slots.token)
+    state = jax.tree.map(lambda x: x[jnp.maximum(slot_S, 0)], state)
+    return dataclasses.replace(state, remaining=jnp.where(slot_S >= 0, state.remaining, 0))
+
+
+def _put_back(all_slots: DecodeState, slot_S: jax.Array, rows: DecodeState, pool: jax.Array) -> DecodeState:
+    """Return the state of all slots after a program that moved these rows and changed the pool."""
+    to_S = jnp.where(slot_S >= 0, slot_S, len(all_slots.token))
+    back = lambda name: getattr(all_slots, name).at[to_S].set(getattr(rows, name), mode="drop")  # noqa: E731
+    moved = {name: back(name) for name in ("token", "position", "remaining")}
+    return dataclasses.replace(all_slots, pool=pool, **moved)
+
+
 class EngineWorker:
     """The engine of one process, with its part of weights, decode state and logits.
 
@@ -453,6 +546,22 @@ class EngineWorker:
         """Run up to `steps_per_dispatch` decode steps of some slots (see `Engine.generate`)."""
         self._state, result = self.engine.generate(
             self._params, self._started(), table_SW, slot_S, truncate=truncate, top=top
+        )
+        return result
+
+    def verify(
+        self,
+        table_SW: np.ndarray,
+        slot_S: np.ndarray,
+        draft_SK: np.ndarray,
+        count_S: np.ndarray,
+        *,
+        truncate: bool = False,
+        top: bool = False,
+    ) -> ResultTokens:
+        """Run one step of some slots that checks guesses (see `Engine.verify`)."""
+        self._state, result = self.engine.verify(
+            self._params, self._started(), table_SW, slot_S, draft_SK, count_S, truncate=truncate, top=top
         )
         return result
 

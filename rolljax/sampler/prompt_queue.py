@@ -57,6 +57,9 @@ class Request:
     """Its row in the current dispatch."""
     in_cache: int = 0
     """Leading tokens of its stream whose keys and values are in its pages."""
+    recent: np.ndarray | None = None
+    """Its last tokens, from `drafts.CONTEXT` before the first that is not in the index of drafts. None: the token that
+    it sampled last is not known here yet."""
     epoch: int = -1
     """The epoch of the page cache when it got its slot."""
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -131,10 +134,16 @@ class SamplerStats:
     """Prompt tokens in the cache, or computed for a sibling."""
     prefills: int = 0
     dispatches: int = 0
+    steps: int = 0
+    """Decode steps, each one pass through the model."""
     slot_steps: int = 0
     """Rows times decode steps of all dispatches;."""
     busy_slot_steps: int = 0
     """The ones that sampled a token."""
+    drafted_tok: int = 0
+    """Tokens that were guessed;."""
+    accepted_tok: int = 0
+    """The ones that were sampled."""
     prefill_s: float = 0.0
     generate_s: float = 0.0
     host_s: float = 0.0

@@ -23,11 +23,14 @@ import numpy as np
 from rolljax.errors import SamplerError
 from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.arrays import Inserts, PrefillChunks, ResultTokens
+from rolljax.sampler.drafts import CONTEXT, DraftIndex, Drafts, context
 from rolljax.sampler.engine import EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES
 from rolljax.sampler.prompt_queue import Capacity, PromptQueue, QueuedPrompt, Request, SamplerLoad, SamplerStats
 from rolljax.types import FinishReason, Sampled
 
+INDEX_EVERY = 64
+"""New tokens of a running request that enter the index of drafts together."""
 FirstTokens = list[tuple[list[Request], ResultTokens]]
 """First tokens sampled by inserts: requests, and the device's results of all slots."""
 
@@ -49,6 +52,7 @@ class Scheduler:
         self._queue = PromptQueue(worker, self._capacity, self.stats)
         self._running: dict[int, Request] = {}
         self._table = np.full((self.cfg.slots, self.cfg.pages_per_sequence), -1, np.int32)
+        self._drafts = DraftIndex(self.cfg.speculate) if self.cfg.speculate else None
         self._first_tokens: FirstTokens = []
         """First tokens that were sampled and not delivered yet."""
         self.asleep = False
@@ -203,7 +207,9 @@ class Scheduler:
         calls = [functools.partial(self._try_prefill, size, read) for size in sizes for read in reads]
         calls += [functools.partial(self._try_insert, sizes[0], *variant) for variant in variants]
         tables = [(width, rows) for width in engine.widths for rows in engine.row_counts]
-        return calls + [functools.partial(self._try_generate, *table, *v) for v in variants for table in tables]
+        calls += [functools.partial(self._try_generate, *table, *v) for v in variants for table in tables]
+        tables = [(width, rows) for width in engine.widths for rows in (engine.verify_rows if self._drafts else ())]
+        return calls + [functools.partial(self._try_verify, *table, *v) for v in variants for table in tables]
 
     def _try_prefill(self, chunk_size: int, read: int) -> None:
         ticket = self.worker.prefill(self._no_chunks(chunk_size), read=read)
@@ -219,6 +225,12 @@ class Scheduler:
     def _try_generate(self, width: int, rows: int, truncate: bool, top: bool) -> None:
         idle = np.full(rows * self.engine.num_shards, -1, np.int32)
         self.worker.generate(self._table[idle, :width], idle, truncate=truncate, top=top)
+        self.worker.wait()
+
+    def _try_verify(self, width: int, rows: int, truncate: bool, top: bool) -> None:
+        idle = np.full(rows * self.engine.num_shards, -1, np.int32)
+        guesses = np.zeros((len(idle), self.cfg.speculate), np.int32), np.zeros(len(idle), np.int32)
+        self.worker.verify(self._table[idle, :width], idle, *guesses, truncate=truncate, top=top)
         self.worker.wait()
 
     def _no_chunks(self, chunk_size: int) -> PrefillChunks:
@@ -262,7 +274,7 @@ class Scheduler:
     def _pages_to_begin(self, request: Request, prompt: QueuedPrompt) -> list[int] | None:
         """Return the pages for a request's first dispatch, without the full pages of its prompt; None if there are too
         few."""
-        last = min(request.length + self.cfg.steps_per_dispatch, self._most_cached(request))
+        last = min(request.length + self.cfg.most_per_dispatch, self._most_cached(request))
         needed = max(-(-last // self.cfg.page_size) - len(prompt.nodes), int(prompt.tail is not None))
         return self._capacity.take_pages(prompt.shard, needed)
 
@@ -278,6 +290,9 @@ class Scheduler:
         self.stats.reused_tok += prompt.reused
         if not request.started_s:
             request.cached_tok = prompt.reused
+        if self._drafts:
+            known, new = np.split(prompt.tokens, [prompt.reused])
+            self._drafts.add(np.concatenate([context(known), new]))
         prompt.reused = len(prompt.tokens)
         self._running[slot] = request
         self._table[slot] = -1
@@ -305,7 +320,7 @@ class Scheduler:
         size = self.cfg.page_size
         for request in sorted(self._running.values(), key=lambda r: r.queue_key):
             cache = self._capacity.caches[request.shard]
-            last = min(request.in_cache + self.cfg.steps_per_dispatch, self._most_cached(request))
+            last = min(request.in_cache + self.cfg.most_per_dispatch, self._most_cached(request))
             held = len(request.nodes) + len(request.pages)
             needed = -(-last // size) - held
             while needed > 0 and self._running.get(request.slot) is request:
@@ -361,28 +376,53 @@ class Scheduler:
         start = time.perf_counter()
         n, each = self.engine.num_shards, self._capacity.slots_per_shard
         busy = [[slot for slot in self._running if slot // each == shard] for shard in range(n)]
-        rows = next(r for r in self.engine.row_counts if r >= max(map(len, busy)))
+        drafts = self._draft(max(map(len, busy)))
+        row_counts = self.engine.verify_rows if drafts else self.engine.row_counts
+        rows = next(r for r in row_counts if r >= max(map(len, busy)))
         slots = np.full(rows * n, -1, np.int32)
         for shard, own in enumerate(busy):
             slots[shard * rows : shard * rows + len(own)] = own
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 self._running[slot].row = row
-        longest = max(r.in_cache for r in self._running.values()) + self.cfg.steps_per_dispatch
+        longest = max(r.in_cache for r in self._running.values()) + self.cfg.most_per_dispatch
         truncate, top = self._variant(self._running.values())
         table = self._table[slots, : self.engine.width(longest)]
         local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
-        started = self.worker.generate(table, local, truncate=truncate, top=top)
+        own = [r.row for r in self._running.values()]
+        if drafts:
+            tokens, count = np.zeros((len(slots), self.cfg.speculate), np.int32), np.zeros(len(slots), np.int32)
+            tokens[own], count[own] = drafts.tokens, drafts.count
+            started = self.worker.verify(table, local, tokens, count, truncate=truncate, top=top)
+        else:
+            started = self.worker.generate(table, local, truncate=truncate, top=top)
         prefilling = time.perf_counter()
         self.worker.wait_prefills()  # only now: the device goes on to the decode steps by itself
         decoding = time.perf_counter()
         out = jax.device_get(started)
+        valid, most = np.asarray(out.valid), 1 if drafts else self.cfg.steps_per_dispatch
         self.stats.dispatches += 1
-        self.stats.slot_steps += rows * n * self.cfg.steps_per_dispatch
-        self.stats.busy_slot_steps += int(out.valid.sum())
+        self.stats.steps += min(int(valid.max()), most)
+        self.stats.slot_steps += rows * n * most
+        self.stats.busy_slot_steps += int(np.minimum(valid, most).sum())
+        if self._drafts and drafts:
+            self.stats.drafted_tok += int(drafts.count.sum())
+            self.stats.accepted_tok += self._drafts.learn(drafts, valid[own])
         self.stats.prefill_s += decoding - prefilling
         self.stats.generate_s += time.perf_counter() - decoding + prefilling - start
         return out
+
+    def _draft(self, most_running: int) -> Drafts | None:
+        """Return guesses for all running requests; None if decode steps without guesses are better.
+
+        most_running: running requests of the batch shard with the most.
+        """
+        if not self._drafts or most_running > self.engine.verify_rows[-1]:
+            return None
+        running = self._running.values()
+        tails = [context(np.zeros(0, np.int32)) if r.recent is None else r.recent[-CONTEXT:] for r in running]
+        room = [0 if r.recent is None else self._most_cached(r) - r.in_cache - 1 for r in running]
+        return self._drafts.propose(np.stack(tails), np.array(room))
 
     def _variant(self, requests: Iterable[Request]) -> tuple[bool, bool]:
         """Return the sampling program that serves all of these requests (`SamplerConfig.draw_variant`)."""
@@ -433,6 +473,12 @@ class Scheduler:
         request.parts.append(part)
         request.num_sampled += len(part)
         self.stats.sampled_tok += len(part)
+        if self._drafts:
+            before = context(request.stream()[: -len(part)]) if request.recent is None else request.recent
+            request.recent = np.concatenate([before, part.tokens])
+            if len(request.recent) >= CONTEXT + INDEX_EVERY:
+                self._drafts.add(request.recent)
+                request.recent = request.recent[-CONTEXT:]
         if request.on_tokens:
             request.on_tokens(part)
         reason = "stop" if kept is not None else self._reason(request)
@@ -468,6 +514,9 @@ class Scheduler:
         cache = self._capacity.caches[request.shard]
         del self._running[request.slot]
         self._capacity.free_slots[request.shard].append(request.slot)
+        if self._drafts and request.recent is not None:
+            self._drafts.add(request.recent)
+            request.recent = None
         size, nodes, pages = self.cfg.page_size, request.nodes, request.pages
         if request.epoch == cache.epoch:
             known = min(request.in_cache, request.length - 1)

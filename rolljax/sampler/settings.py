@@ -41,6 +41,14 @@ class SamplerConfig:
     one."""
     steps_per_dispatch: Annotated[int, Range(low=1)] = 8
     """Decode steps between two looks of the host."""
+    speculate: Annotated[int, Range(low=0, high=63)] = 0
+    """Maximum number of tokens that are guessed ahead and checked in one step; 0: none. Guesses come from what followed
+    the same tokens earlier, in siblings, in earlier answers and in the prompt. The tokens are those that are sampled
+    without guesses; only their number per step differs. It pays in the long tail of a step, where few requests
+    run."""
+    speculate_tok: Annotated[int, Range(low=1)] = 256
+    """Maximum number of tokens of a step that checks guesses, over the rows of a device: about as many as a device
+    computes in the time in which it reads its weights. While more requests run, nothing is guessed."""
     prefix_match: Literal["turns", "any", "off"] = "turns"
     """Cached keys and values that a prompt may start from. 'turns': from a complete earlier prompt or answer that it
     extends (and every full `prefill_chunk`), so that the computation never depends on earlier requests; 'any': the
@@ -89,6 +97,13 @@ class SamplerConfig:
                 value=self.prefill_chunk,
                 remedy="choose a page size that is a power of two",
             )
+        if self.speculate_tok <= self.speculate:
+            raise ConfigError(
+                f"is too few to check {self.speculate} guesses of one request",
+                setting="SamplerConfig.speculate_tok",
+                value=self.speculate_tok,
+                remedy=f"at least {self.speculate + 1}",
+            )
         if self.pages is not None and self.pages <= self.pages_per_sequence:
             raise ConfigError(
                 "is less than one sequence needs",
@@ -96,6 +111,11 @@ class SamplerConfig:
                 value=self.pages,
                 remedy=f"{self.max_context} tokens need {self.pages_per_sequence + 1} pages of {self.page_size}",
             )
+
+    @property
+    def most_per_dispatch(self) -> int:
+        """Maximum number of tokens that a sequence gets between two looks of the host."""
+        return max(self.steps_per_dispatch, self.speculate + 1)
 
     @property
     def pages_per_sequence(self) -> int:

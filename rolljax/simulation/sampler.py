@@ -102,6 +102,7 @@ class SimulatedSampler:
         return SamplerStats(
             **self._counts,
             dispatches=round(steps / self._per_dispatch),
+            steps=round(steps),
             slot_steps=round(steps * self._each),
             busy_slot_steps=self._counts["sampled_tok"],
             generate_s=sum(r.running_s for r in self.replicas),

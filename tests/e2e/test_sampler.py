@@ -76,8 +76,11 @@ def close(sampler):
     assert load.running == load.waiting == load.used_pages == load.shared_pages == 0, f"pages leaked: {load}"
 
 
-def sample(requests, *, order=None, spread=False, **how):
-    """Return all completions, in the order of `requests`, however they were submitted; and the sampler's totals."""
+def sample(requests, *, order=None, spread=False, times=1, **how):
+    """Return all completions, in the order of `requests`, however they were submitted; and the sampler's totals.
+
+    times: how often everything is sampled; the completions are the last ones.
+    """
     sampler = open_sampler(**how)
     order = order or list(range(len(requests)))
 
@@ -90,7 +93,8 @@ def sample(requests, *, order=None, spread=False, **how):
         return await asyncio.gather(*(one(i) for i in order))
 
     try:
-        done = asyncio.run(everything())
+        for _ in range(times):
+            done = asyncio.run(everything())
     finally:
         close(sampler)
     return [c for _, c in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])], sampler.stats
@@ -133,6 +137,69 @@ def test_samples_do_not_depend_on_the_schedule(reference, how):
         np.testing.assert_array_equal(got.tokens, ref.tokens)
         np.testing.assert_allclose(got.sampler_logp, ref.sampler_logp, atol=1e-5)
         assert got.finish_reason == ref.finish_reason
+
+
+GUESSES = {"slots": 16, "speculate": 7, "times": 2}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"slots": 4, "speculate": 3, "steps_per_dispatch": 1, "page_size": 4},
+        {"slots": 16, "speculate_tok": 40},  # guesses for five rows at most
+        {"slots": 8, "pages": 12, "steps_per_dispatch": 2, "prefix_match": "any"},
+        {"slots": 16, "num_devices": 8},
+        {"slots": 16, "record_alternatives": 3},
+    ],
+    ids=str,
+)
+def test_guesses_change_no_token(reference, how):
+    """The second time, each answer was seen before."""
+    done, stats = sample(requests(), **GUESSES | how)
+    assert stats.accepted_tok > 0.9 * stats.drafted_tok > 0
+    for got, ref in zip(done, reference, strict=True):
+        np.testing.assert_array_equal(got.tokens, ref.tokens)
+        np.testing.assert_allclose(got.sampler_logp, ref.sampler_logp, atol=1e-5)
+        assert got.finish_reason == ref.finish_reason
+
+
+@pytest.mark.slow
+def test_wrong_guesses_change_no_token():
+    """Answers of other weights are guessed, running requests are aborted and resumed, cut-off
+    distributions and greedy ones hold: the tokens are those of the new weights without guesses."""
+    cut = dataclasses.replace
+    wanted = [
+        (p, (cut(s, top_k=40), cut(s, top_p=0.8, min_p=0.01), cut(s, temperature=0.0))[i % 3], a)
+        for i, (p, s, a) in enumerate(requests())
+    ]
+    prompt, mesh = np.arange(5, dtype=np.int32), MeshSpec().build(jax.devices()[:1])
+    long = prompt, SamplingParams(0.3, 80), (1,)
+
+    async def play(sampler):
+        await asyncio.gather(*(sampler.generate(*r) for r in (*wanted, long)))
+        sampler.prepare(Snapshot(8, publisher(mesh)(weights(2))))
+        await asyncio.to_thread(sampler.swap, 8)
+        done = await asyncio.gather(*(sampler.generate(*r) for r in wanted))
+        whole = await sampler.generate(*long)
+        some = asyncio.Event()
+        pending = sampler.submit(*long, on_tokens=lambda part: some.set())
+        await some.wait()
+        pending.abort()
+        part = (await pending.completion).sampled
+        return [*done, whole, await sampler.generate(*long, resume=part)]
+
+    found = []
+    for speculate in (0, 7):
+        sampler = open_sampler(slots=16, speculate=speculate, steps_per_dispatch=4)
+        found.append(asyncio.run(play(sampler)))
+        assert bool(speculate) == (sampler.stats.drafted_tok > sampler.stats.accepted_tok)
+        close(sampler)
+    for plain, got in zip(*found, strict=True):
+        np.testing.assert_array_equal(got.tokens, plain.tokens)
+        assert got.finish_reason == plain.finish_reason
+    np.testing.assert_array_equal(found[0][-1].tokens, found[0][-2].tokens)
 
 
 def test_completions_end_where_they_should(reference):

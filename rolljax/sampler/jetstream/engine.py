@@ -351,6 +351,13 @@ def _check(engine: Engine, max_prefill_length: int | None) -> None:
             setting="SamplerConfig.steps_per_dispatch",
             value=cfg.steps_per_dispatch,
         )
+    if cfg.speculate:
+        raise ConfigError(
+            "has no effect under JetStream, which decodes token by token",
+            setting="SamplerConfig.speculate",
+            value=cfg.speculate,
+            remedy="leave it out",
+        )
     needed = cfg.slots * cfg.pages_per_sequence
     if engine.pages_per_shard * engine.num_shards < needed:
         raise ConfigError(

@@ -91,7 +91,7 @@ def test_another_worker_repeats_the_calls_from_host_data(alone):
         return MODEL.init(1)
 
     assert sample(Lockstep(Leader(), "engine", ours, LOCKSTEP_CALLS), make) == alone[1]
-    assert set(names) == set(LOCKSTEP_CALLS) - {"score"} and names.count("prefill") == names.count("release")
+    assert set(names) == set(LOCKSTEP_CALLS) - {"verify", "score"} and names.count("prefill") == names.count("release")
     for mine, its in zip(jax.tree.leaves(ours._state), jax.tree.leaves(other._state), strict=True):
         np.testing.assert_array_equal(mine, its)
     assert ours._logits == other._logits == {}
@@ -112,3 +112,38 @@ def test_layers_that_lie_apart_sample_the_same(kind):
     mesh = MeshSpec(expert=2).build(jax.devices()[:2]) if kind == "experts split" else None
     stacked = sample(worker(model, mesh), lambda: model.init(1))
     assert stacked == sample(worker(model, mesh, apart=True), lambda: model.apart(model.init(1)))
+
+
+def test_checked_guesses_record_the_experts_of_their_tokens():
+    """A run that saw all answers before ends with the tokens and experts of one without guesses."""
+    cfg = Qwen3MoeConfig(
+        vocab_size=40,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        head_dim=8,
+        num_experts=4,
+        experts_per_token=2,
+        expert_ffn_size=16,
+        init_std=0.3,
+    )
+    model, rng = Model(cfg), np.random.default_rng(0)
+    prompts = [rng.integers(0, 40, n).astype(np.int32) for n in (3, 40, 33)]
+    found = {}
+    for speculate in (0, 5):
+        settings = dataclasses.replace(CFG, speculate=speculate, record_experts=True)
+        made = EngineWorker(Engine(model, settings, MeshSpec().build(jax.devices()[:1]), BATCH_AXES))
+        made.set_params(model.init(0))
+        scheduler, done = Scheduler(made, 0), []
+        for _ in range(2):
+            for i, prompt in enumerate(prompts):
+                deliver = lambda request, _: done.append((request.address, Sampled.concatenate(request.parts)))  # noqa: E731
+                scheduler.add(Request(prompt, SamplingParams(1.0, 24), (i,), 0, deliver))
+            while scheduler.busy:
+                scheduler.step()
+        found[speculate] = dict(done[3:])
+        assert (scheduler.stats.accepted_tok > 20) == bool(speculate)
+    for address, plain in found[0].items():
+        np.testing.assert_array_equal(found[5][address].tokens, plain.tokens)
+        np.testing.assert_array_equal(found[5][address].experts, plain.experts)
+        assert plain.experts.shape == (24, 2, 2) and plain.experts.min() >= -1
