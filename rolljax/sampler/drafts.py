@@ -20,8 +20,6 @@ CONTEXT = MATCHES[-1]
 _BITS = 20
 ROOM = 1 << _BITS
 """Tokens in the ring, and entries of each table."""
-MIN_GAIN = 2.0
-"""Tokens per sequence that a step with drafts must promise: the host looks after every such step."""
 _NONE = -1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MAX_LEFT = 255
@@ -92,15 +90,16 @@ class DraftIndex:
             count_R[found], match_R[found], place_R[found] = left[found], i, places[found]
         return Drafts(self._ring[(place_R[:, None] + 1 + np.arange(self.most)) % ROOM], count_R, match_R)
 
-    def propose(self, tails_RC: np.ndarray, room_R: np.ndarray) -> Drafts | None:
+    def propose(self, tails_RC: np.ndarray, room_R: np.ndarray, cost: float) -> Drafts | None:
         """Return drafts for R sequences; None if they promise less than a step that checks them costs.
 
         Args:
           tails_RC: `context` of each. room_R: maximum tokens of each draft.
+          cost: decode steps that take the time of a step that checks drafts.
         """
         found = self.find(tails_RC)
         found = dataclasses.replace(found, count=np.minimum(found.count, room_R))
-        if 1 + (found.count * self.accepted[found.match]).mean() >= MIN_GAIN:
+        if 1 + (found.count * self.accepted[found.match]).mean() >= cost:
             return found
         if found.count.any():  # what is not tried is not learned: texts may become more alike
             self.accepted += 0.002 * (1 - self.accepted)
@@ -123,7 +122,7 @@ class DraftIndex:
 def _hashes(tokens: np.ndarray) -> list[np.ndarray]:
     """Return for each length of `MATCHES` the hash of that many tokens up to each one, below `ROOM`; where fewer
     precede, it is of these."""
-    value = (tokens.astype(np.int64) + 2).astype(np.uint64) * np.uint64(_MULTIPLIER)
+    value: np.ndarray = (tokens.astype(np.int64) + 2).astype(np.uint64) * np.uint64(_MULTIPLIER)
     value ^= value >> np.uint64(31)
     found, length = [], 1
     while length < MATCHES[-1]:

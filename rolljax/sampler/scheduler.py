@@ -1,4 +1,4 @@
-"""The scheduler: sequences in, tokens out, slots kept full. Host logic of one thread; no clocks decide, no asyncio.
+"""The scheduler: sequences in, tokens out, slots kept full. Host logic of one thread; no clock decides a token.
 
     add -> prompt queue -> prefill (in chunks) -> ready -> slot -> decode ... -> deliver
               ^                                              |
@@ -35,6 +35,32 @@ FirstTokens = list[tuple[list[Request], ResultTokens]]
 """First tokens sampled by inserts: requests, and the device's results of all slots."""
 
 
+class Pace:
+    """Measures what a step that checks guesses costs. It decides whether to guess, and so no token."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, float] = {}
+        """Recent seconds of a decode step, and of a step that checks guesses."""
+        self._seen: set[tuple[object, ...]] = set()
+        """Programs that have run: the first time may compile."""
+
+    def add(self, program: tuple[object, ...], step_s: float) -> None:
+        """Note the seconds of a step. program: whether it checks guesses, and what else distinguishes programs."""
+        if program not in self._seen:
+            self._seen.add(program)
+            return
+        checks = bool(program[0])
+        before = self._seconds.get(checks, step_s)
+        self._seconds[checks] = before + 0.2 * (step_s - before)
+        if not checks and True in self._seconds:  # it is tried again in the end: fewer rows may have made it cheaper
+            self._seconds[True] *= 0.995
+
+    def cost(self) -> float:
+        """Return the number of decode steps that take the time of a step that checks guesses; 2 as long as it is
+        unknown."""
+        return self._seconds[True] / self._seconds[False] if len(self._seconds) == 2 else 2.0
+
+
 class Scheduler:
     """Continuous batching over an engine. Not thread-safe: only one thread may use it.
 
@@ -53,6 +79,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._table = np.full((self.cfg.slots, self.cfg.pages_per_sequence), -1, np.int32)
         self._drafts = DraftIndex(self.cfg.speculate) if self.cfg.speculate else None
+        self._pace = Pace()
         self._first_tokens: FirstTokens = []
         """First tokens that were sampled and not delivered yet."""
         self.asleep = False
@@ -401,15 +428,17 @@ class Scheduler:
         decoding = time.perf_counter()
         out = jax.device_get(started)
         valid, most = np.asarray(out.valid), 1 if drafts else self.cfg.steps_per_dispatch
+        steps, generate_s = min(int(valid.max()), most), time.perf_counter() - decoding + prefilling - start
+        self._pace.add((bool(drafts), *table.shape, truncate, top), generate_s / max(steps, 1))
         self.stats.dispatches += 1
-        self.stats.steps += min(int(valid.max()), most)
+        self.stats.steps += steps
         self.stats.slot_steps += rows * n * most
         self.stats.busy_slot_steps += int(np.minimum(valid, most).sum())
         if self._drafts and drafts:
             self.stats.drafted_tok += int(drafts.count.sum())
             self.stats.accepted_tok += self._drafts.learn(drafts, valid[own])
         self.stats.prefill_s += decoding - prefilling
-        self.stats.generate_s += time.perf_counter() - decoding + prefilling - start
+        self.stats.generate_s += generate_s
         return out
 
     def _draft(self, most_running: int) -> Drafts | None:
@@ -422,7 +451,7 @@ class Scheduler:
         running = self._running.values()
         tails = [context(np.zeros(0, np.int32)) if r.recent is None else r.recent[-CONTEXT:] for r in running]
         room = [0 if r.recent is None else self._most_cached(r) - r.in_cache - 1 for r in running]
-        return self._drafts.propose(np.stack(tails), np.array(room))
+        return self._drafts.propose(np.stack(tails), np.array(room), self._pace.cost())
 
     def _variant(self, requests: Iterable[Request]) -> tuple[bool, bool]:
         """Return the sampling program that serves all of these requests (`SamplerConfig.draw_variant`)."""

@@ -70,7 +70,7 @@ def test_drafts_are_used_while_they_are_right():
     tails, room = np.stack([context(ids(text[:50]))]), np.array([100])
 
     def tried(sampled):
-        found = index.propose(tails, room)
+        found = index.propose(tails, room, 2.0)
         return [] if found is None else [index.learn(found, np.array([sampled]))]
 
     wrong = [tried(1) for _ in range(1000)]
@@ -83,9 +83,9 @@ def test_a_batch_must_gain_as_a_whole():
     index, text = DraftIndex(7), np.arange(100)
     added(index, [text])
     fits, not_ = context(ids(text[:50])), context(ids([500]))
-    one_of = lambda n: index.propose(np.stack([fits, *[not_] * (n - 1)]), np.full(n, 100))  # noqa: E731
+    one_of = lambda n: index.propose(np.stack([fits, *[not_] * (n - 1)]), np.full(n, 100), 2.0)  # noqa: E731
     assert isinstance(one_of(1), Drafts) and isinstance(one_of(3), Drafts) and one_of(4) is None
-    assert index.propose(np.stack([fits]), np.array([1])) is None, "there is room for one token alone"
+    assert index.propose(np.stack([fits]), np.array([1]), 2.0) is None, "there is room for one token alone"
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 40])

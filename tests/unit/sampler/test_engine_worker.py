@@ -134,16 +134,18 @@ def test_checked_guesses_record_the_experts_of_their_tokens():
         settings = dataclasses.replace(CFG, speculate=speculate, record_experts=True)
         made = EngineWorker(Engine(model, settings, MeshSpec().build(jax.devices()[:1]), BATCH_AXES))
         made.set_params(model.init(0))
-        scheduler, done = Scheduler(made, 0), []
+        scheduler = Scheduler(made, 0)
         for _ in range(2):
-            for i, prompt in enumerate(prompts):
-                deliver = lambda request, _: done.append((request.address, Sampled.concatenate(request.parts)))  # noqa: E731
-                scheduler.add(Request(prompt, SamplingParams(1.0, 24), (i,), 0, deliver))
+            requests = [
+                Request(prompt, SamplingParams(1.0, 24), (i,), 0, lambda *_: None) for i, prompt in enumerate(prompts)
+            ]
+            for request in requests:
+                scheduler.add(request)
             while scheduler.busy:
                 scheduler.step()
-        found[speculate] = dict(done[3:])
+        found[speculate] = [Sampled.concatenate(request.parts) for request in requests]
         assert (scheduler.stats.accepted_tok > 20) == bool(speculate)
-    for address, plain in found[0].items():
-        np.testing.assert_array_equal(found[5][address].tokens, plain.tokens)
-        np.testing.assert_array_equal(found[5][address].experts, plain.experts)
+    for plain, got in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(got.tokens, plain.tokens)
+        np.testing.assert_array_equal(got.experts, plain.experts)
         assert plain.experts.shape == (24, 2, 2) and plain.experts.min() >= -1
