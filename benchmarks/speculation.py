@@ -1,4 +1,4 @@
-"""Guesses of next tokens (`SamplerConfig.speculate`) beside decoding without them, in one run.
+"""Compare decoding with guesses of next tokens (`SamplerConfig.speculate`) to decoding without them, in one run.
 
     python benchmarks/speculation.py MODEL QUESTIONS.jsonl [--speculate 7] [--slots 64] [--temperature 1.0]
 

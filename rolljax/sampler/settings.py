@@ -43,8 +43,8 @@ class SamplerConfig:
     """Decode steps between two looks of the host."""
     speculate: Annotated[int, Range(low=0, high=63)] = 0
     """Maximum number of tokens that are guessed ahead and checked in one step; 0: none. Guesses come from what followed
-    the same tokens earlier, in siblings, in earlier answers and in the prompt. The tokens are those that are sampled
-    without guesses; only their number per step differs. It pays in the long tail of a step, where few requests
+    the same tokens earlier, in siblings, in earlier answers and in the prompt. Guesses change no
+    token, only the number of steps. It pays in the long tail of a step, where few requests
     run."""
     speculate_tok: Annotated[int, Range(low=1)] = 256
     """Maximum number of tokens of a step that checks guesses, over the rows of a device: about as many as a device

@@ -64,7 +64,7 @@ def test_old_texts_make_room():
 
 
 def test_drafts_are_used_while_they_are_right():
-    """Those that are wrong are tried now and then; once they are right, every time."""
+    """Wrong drafts are tried seldom; once they are right, every time."""
     index, text = DraftIndex(7), np.arange(100)
     added(index, [text])
     tails, room = np.stack([context(ids(text[:50]))]), np.array([100])
