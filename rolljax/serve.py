@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 API_KEY = "ROLLJAX_API_KEY"
 MAX_CONTEXT = 4096
 """Default context for models that allow a longer one; `--max_context` overrides it."""
-SIZES = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
+SIZES = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch", "speculate")
 """Sizes of the sampler that may be named."""
 DTYPES = ("float32", "bfloat16")
 CLOSING_S = 5
@@ -74,6 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     sizes.add_argument("--pages", type=int, help="pages in all (default: enough for every slot at full length)")
     sizes.add_argument("--prefill_chunk", type=int, help="prompt tokens computed at once (default: 512)")
     sizes.add_argument("--steps_per_dispatch", type=int, help="tokens between two looks of the host (default: 8)")
+    sizes.add_argument("--speculate", type=int, help="tokens guessed ahead and checked in one step (default: 0)")
     sizes.add_argument("--tensor", type=int, default=1, help="devices a layer is split over (default: %(default)s)")
     sizes.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, else bfloat16")
     return parser.parse_args(argv)

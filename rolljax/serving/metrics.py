@@ -66,6 +66,8 @@ class _SamplerCollector(Collector):
         yield _count("prefill_tokens", "Prompt tokens computed", stats.prefill_tok)
         yield _count("reused_tokens", "Prompt tokens not computed: cached, or a sibling's", stats.reused_tok)
         yield _count("sampled_tokens", "Tokens sampled", stats.sampled_tok)
+        yield _count("drafted_tokens", "Tokens guessed ahead", stats.drafted_tok)
+        yield _count("accepted_tokens", "Guessed tokens that were sampled", stats.accepted_tok)
         yield _count("dispatches", "Decode programs run", stats.dispatches)
         yield _gauge("waiting", "Answers waiting for a slot", load.waiting)
         yield _gauge("running", "Answers in slots", load.running)

@@ -718,7 +718,7 @@ def test_a_model_folder_is_loaded(folder, params, chat):
 def test_the_command_serves_and_drains(run_folder):
     env = os.environ | {"PYTHONPATH": str(ROOT), "ROLLJAX_API_KEY": KEY}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    sizes = ["--slots", "8", "--max_context", "64", "--prefill_chunk", "32", "--steps_per_dispatch", "1"]
+    sizes = ["--slots", "8", "--max_context", "64", "--prefill_chunk", "32", "--speculate", "3"]
     command = [sys.executable, "-m", "rolljax.serve", "--run", str(run_folder), "--port", "0", *sizes]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -727,6 +727,8 @@ def test_the_command_serves_and_drains(run_folder):
         url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         assert "tiny-run" in line and "8 slots" in line and "64" in line and "curl" in line and KEY not in line
         assert httpx2.get(url.replace("/v1", "/ready")).status_code == 200
+        metrics = httpx2.get(url.replace("/v1", "/metrics"), headers={"Authorization": f"Bearer {KEY}"}).text
+        assert "rolljax_drafted_tokens_total 0.0" in metrics
         with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
             assert client.models.list().data[0].id == "tiny-run"
             many = {"n": 64, "max_tokens": 60, "stream": True, "extra_body": IDS | {"ignore_eos": True}}
