@@ -743,7 +743,7 @@ def test_the_command_serves_and_drains(run_folder):
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
         assert out == "" and "Traceback" not in err
-        assert url.replace("/v1", "/ready") in err and "compiled 3 of 6 programs" in err
+        assert url.replace("/v1", "/ready") in err and "compiled 4 of 8 programs" in err
     finally:
         process.kill()
 
