@@ -88,7 +88,8 @@ class DraftIndex:
             left = np.minimum(self._left[places], self.most)
             found = (left > 0) & (before == tails_RC[:, -length:]).all(1)
             count_R[found], match_R[found], place_R[found] = left[found], i, places[found]
-        return Drafts(self._ring[(place_R[:, None] + 1 + np.arange(self.most)) % ROOM], count_R, match_R)
+        following = self._ring[(place_R[:, None] + 1 + np.arange(self.most)) % ROOM]
+        return Drafts(np.maximum(following, 0), count_R, match_R)
 
     def propose(self, tails_RC: np.ndarray, room_R: np.ndarray, cost: float) -> Drafts | None:
         """Return drafts for R sequences; None if they promise less than a step that checks them costs.

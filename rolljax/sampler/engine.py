@@ -206,7 +206,7 @@ class Engine:
     ) -> tuple[DecodeState, ResultTokens]:
         """Sample the next token of some slots, and the one after each guess that was sampled, in one step.
 
-        The noise of a token depends on its position alone, so that these are the tokens of `generate`.
+        The noise of a token depends on its request and position alone, so these are the tokens of `generate`.
 
         Args:
           state: donated. table_SW, slot_S, truncate, top: as for `generate`.
