@@ -110,6 +110,7 @@ PARTS = """
 2509.21009 | RollPacker | tail batching; simulated: stream training | `Phase.tail_batching`, `StreamTraining` | |
 2510.07685 | LiveThinking | rejection tuning; a band of lengths | `LengthBand` | live_thinking | live_thinking
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
+2511.13841 | DAS | guesses of next tokens from earlier answers | `SamplerConfig.speculate` | |
 2512.17206 | Reasoning Palette | latent prefixes of prompts | `Phase.guidance`, `Recipe.prefixes` | palette | palette
 2512.22560 | RollArt | kinds of samplers; simulated: serverless rewards | `AffinityConfig`, `RewardTimings` | |
 2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent
