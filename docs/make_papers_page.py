@@ -115,7 +115,7 @@ PARTS = """
 2512.22560 | RollArt | kinds of samplers; simulated: serverless rewards | `AffinityConfig`, `RewardTimings` | |
 2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent
 2603.17621 | Complementary RL | an extractor of experiences | `WithExperience`, `LaterUses` | extractor | complementary
-2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | shop | shop_simulator
+2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | shop_dialogue | shop_simulator
 2605.06534 | ROSE | simulated: rollouts on the GPUs of users | `ServingTimings` | |
 """
 """Papers of what is no algorithm: number | name | what | setting or class | config | figure, or recipe with a page."""
