@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--max_context", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--epochs", type=int, default=3)
-
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     print("| requests | epoch | steps | with guesses | | decode s | with guesses | | right | tokens | differ |")
@@ -95,30 +94,20 @@ def compare(args: argparse.Namespace, size: int) -> None:
     for sampler in (plain, guessing):
         asyncio.run(sampler.warm_up(lambda done, total: None))
     for number in range(1, args.epochs + 1):
-        did, found = [], []
+        did, found = {}, {}
         for sampler in (plain, guessing) if number % 2 else (guessing, plain):
-            before = sampler.stats
-            answers = asyncio.run(epoch(sampler, number))
-            now = sampler.stats
-            found.append(answers)
-            did.append(
-                {
-                    k: getattr(now, k) - getattr(before, k)
-                    for k in ("steps", "generate_s", "drafted_tok", "accepted_tok")
-                }
-            )
-        if not number % 2:
-            did.reverse()
-            found.reverse()
+            before = dataclasses.asdict(sampler.stats)
+            found[sampler] = asyncio.run(epoch(sampler, number))
+            did[sampler] = {name: now - before[name] for name, now in dataclasses.asdict(sampler.stats).items()}
         differ = sum(
             int((a.tokens != b.tokens).sum()) if len(a.tokens) == len(b.tokens) else max(len(a.tokens), len(b.tokens))
-            for a, b in zip(*found, strict=True)
+            for a, b in zip(found[plain], found[guessing], strict=True)
         )
-        a, b = did
+        a, b = did[plain], did[guessing]
         print(
             f"| {size} | {number} | {a['steps']} | {b['steps']} | {b['steps'] / a['steps']:.2f} "
             f"| {a['generate_s']:.2f} | {b['generate_s']:.2f} | {b['generate_s'] / a['generate_s']:.2f} "
-            f"| {b['accepted_tok'] / max(b['drafted_tok'], 1):.2f} | {sum(len(c.tokens) for c in found[0])} "
+            f"| {b['accepted_tok'] / max(b['drafted_tok'], 1):.2f} | {sum(len(c.tokens) for c in found[plain])} "
             f"| {differ} |",
             flush=True,
         )

@@ -113,15 +113,19 @@ class Engine:
         slots = self.cfg.slots // self.num_shards
         if not self.decode_path.sized:
             return (slots,)
-        parts = (slots // 16, slots // 4) if self.cfg.programs == "many" else (slots // 4,)
-        return tuple(n for n in parts if n >= MIN_ROWS) + (slots,)
+        return (*self._parts(slots), slots)
 
     @property
     def verify_rows(self) -> tuple[int, ...]:
         """Rows per batch shard that a program to check guesses exists for."""
         slots, each = self.cfg.slots // self.num_shards, self.cfg.speculate + 1
         most = min(slots, self.cfg.speculate_tok // each)
-        return tuple(sorted({most, *(n for n in (slots // 16, slots // 4) if MIN_ROWS <= n < most)}))
+        return (*(n for n in self._parts(slots) if n < most), most)
+
+    def _parts(self, slots: int) -> tuple[int, ...]:
+        """Return the parts of a batch shard's slots that programs of fewer rows exist for."""
+        parts = (slots // 16, slots // 4) if self.cfg.programs == "many" else (slots // 4,)
+        return tuple(n for n in parts if n >= MIN_ROWS)
 
     @property
     def widths(self) -> tuple[int, ...]:

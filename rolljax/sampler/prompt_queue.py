@@ -141,9 +141,9 @@ class SamplerStats:
     busy_slot_steps: int = 0
     """The ones that sampled a token."""
     drafted_tok: int = 0
-    """Tokens that were guessed;."""
+    """Tokens that were guessed."""
     accepted_tok: int = 0
-    """The ones that were sampled."""
+    """Guessed tokens that were sampled."""
     prefill_s: float = 0.0
     generate_s: float = 0.0
     host_s: float = 0.0

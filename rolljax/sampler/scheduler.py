@@ -429,7 +429,8 @@ class Scheduler:
         out = jax.device_get(started)
         valid, most = np.asarray(out.valid), 1 if drafts else self.cfg.steps_per_dispatch
         steps, generate_s = min(int(valid.max()), most), time.perf_counter() - decoding + prefilling - start
-        self._pace.add((bool(drafts), *table.shape, truncate, top), generate_s / max(steps, 1))
+        if self._drafts:
+            self._pace.add((bool(drafts), *table.shape, truncate, top), generate_s / max(steps, 1))
         self.stats.dispatches += 1
         self.stats.steps += steps
         self.stats.slot_steps += rows * n * most

@@ -42,10 +42,9 @@ class SamplerConfig:
     steps_per_dispatch: Annotated[int, Range(low=1)] = 8
     """Decode steps between two looks of the host."""
     speculate: Annotated[int, Range(low=0, high=63)] = 0
-    """Maximum number of tokens that are guessed ahead and checked in one step; 0: none. Guesses come from what followed
-    the same tokens earlier, in siblings, in earlier answers and in the prompt. Guesses change no
-    token, only the number of steps. It pays in the long tail of a step, where few requests
-    run."""
+    """Maximum number of tokens that are guessed ahead and checked in one step; 0: none. A guess is what followed the
+    same tokens earlier: in a sibling, in an earlier answer, or in the prompt. Guesses change no token, only the number
+    of steps. They pay in the long tail of a step, where few requests run."""
     speculate_tok: Annotated[int, Range(low=1)] = 256
     """Maximum number of tokens of a step that checks guesses, over the rows of a device: about as many as a device
     computes in the time in which it reads its weights. While more requests run, nothing is guessed."""
