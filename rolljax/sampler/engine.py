@@ -93,7 +93,7 @@ class Engine:
         self._insert = self._jit(
             self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, replicated)
         )
-        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, replicated))
+        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=4, static=2, out=(None, replicated))
         self._verify = self._jit(self._verify_local, donate=(1,), num_row_args=5, static=2, out=(None, replicated))
         self._score = self._jit(self._score_all, donate=(), num_row_args=1, static=1, split=False, out=replicated)
 
@@ -106,6 +106,11 @@ class Engine:
     def pages_per_shard(self) -> int:
         """KV pages of one batch shard."""
         return self.cfg.num_pages // self.num_shards
+
+    @property
+    def cascades(self) -> bool:
+        """Return whether `generate` can read pages once that several rows share."""
+        return self.decode_path.cascades and self.cfg.cascade_tok > 0
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -182,6 +187,7 @@ class Engine:
         state: DecodeState,
         table_SW: np.ndarray,
         slot_S: np.ndarray,
+        shared_NW: np.ndarray | None = None,
         *,
         truncate: bool = False,
         top: bool = False,
@@ -192,9 +198,10 @@ class Engine:
           state: donated.
           table_SW: pages of each row, enough for all steps. slot_S: the slot of each row, counted within its batch
             shard; -1: none. Both may have fewer rows than there are slots.
+          shared_NW: pages that come before those of the table, for each of N blocks of rows (see `kv`).
           truncate, top: see `sampling.draw`; True where any row needs it.
         """
-        return self._generate(params, state, table_SW, slot_S, truncate, top)
+        return self._generate(params, state, table_SW, slot_S, shared_NW, truncate, top)
 
     def verify(
         self,
@@ -289,14 +296,21 @@ class Engine:
         )
 
     def _generate_local(
-        self, params: Params, all_slots: DecodeState, table_SW: jax.Array, slot_S: jax.Array, truncate: bool, top: bool
+        self,
+        params: Params,
+        all_slots: DecodeState,
+        table_SW: jax.Array,
+        slot_S: jax.Array,
+        shared_NW: jax.Array | None,
+        truncate: bool,
+        top: bool,
     ) -> tuple[DecodeState, ResultTokens]:
         path = self.decode_path
         S, K = len(slot_S), self.cfg.steps_per_dispatch
         state = _rows_of(all_slots, slot_S)
         decoder = self._bind(params, state.adapter)
         start_S = state.position
-        reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1])
+        reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1], shared_NW)
 
         def more(carry: Carry) -> jax.Array:
             i, state, _, _ = carry
@@ -545,11 +559,17 @@ class EngineWorker:
             del self._logits[ticket]
 
     def generate(
-        self, table_SW: np.ndarray, slot_S: np.ndarray, *, truncate: bool = False, top: bool = False
+        self,
+        table_SW: np.ndarray,
+        slot_S: np.ndarray,
+        shared_NW: np.ndarray | None = None,
+        *,
+        truncate: bool = False,
+        top: bool = False,
     ) -> ResultTokens:
         """Run up to `steps_per_dispatch` decode steps of some slots (see `Engine.generate`)."""
         self._state, result = self.engine.generate(
-            self._params, self._started(), table_SW, slot_S, truncate=truncate, top=top
+            self._params, self._started(), table_SW, slot_S, shared_NW, truncate=truncate, top=top
         )
         return result
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.implementations import implementation
-from rolljax.sampler.kv import DensePath, Path, copy_pages
+from rolljax.sampler.kv import DensePath, Path, by_block, by_row, copy_pages, split_length
 from rolljax.sampler.settings import MIN_CHUNK
 
 LANES = 128
@@ -116,6 +116,8 @@ class PageTable:
 
     table: jax.Array
     length: jax.Array
+    shared: tuple[jax.Array, jax.Array] | None = None
+    """The same of the pages that blocks of rows begin with (see `kv`): `[N, W]`, `[N]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,7 @@ class RaggedPath:
     """Number of KV pages of one batch shard."""
     mesh: Mesh
     head_axis = 2
+    cascades = False
     sized = False
 
     @property
@@ -172,9 +175,16 @@ class RaggedPath:
         return copy_pages(pool, self.cfg.num_layers, source, target)
 
     def open(
-        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+        self,
+        pool: jax.Array,
+        table_BW: jax.Array,
+        length_B: jax.Array,
+        room: int,
+        read: int,
+        shared_NW: jax.Array | None = None,
     ) -> tuple[PageTable, jax.Array]:
         del room, read
+        assert shared_NW is None, "the TPU kernel does not return what a softmax over two calls needs"
         return PageTable(table_BW, length_B), pool
 
     def attend(self, reading: PageTable, first: jax.Array | int, count_B: jax.Array) -> Attend:
@@ -274,10 +284,18 @@ class TritonPath(DensePath):
     sized = False
 
     def open(
-        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+        self,
+        pool: jax.Array,
+        table_BW: jax.Array,
+        length_B: jax.Array,
+        room: int,
+        read: int,
+        shared_NW: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
         del room, read
-        return PageTable(table_BW, length_B), pool
+        before_B, own_B = split_length(length_B, shared_NW, self.page_size)
+        shared = None if shared_NW is None else (shared_NW, before_B[:: len(before_B) // len(shared_NW)])
+        return PageTable(table_BW, own_B, shared), pool
 
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend:
         start_B = jnp.where(count_B > 0, reading.length + first, 0)
@@ -291,6 +309,7 @@ class TritonPath(DensePath):
             start_B: jax.Array,
             count_B: jax.Array,
             layer: jax.Array,
+            shared: tuple[jax.Array, jax.Array] | None,
         ) -> tuple[jax.Array, jax.Array]:
             B, _, K, C = k_B1KC.shape
             new = jnp.stack([k_B1KC[:, 0], v_B1KC[:, 0]], axis=2).reshape(B, 2 * K, C)
@@ -298,8 +317,15 @@ class TritonPath(DensePath):
                 table_BW, start_B, count_B, 1, layer * self.num_pages, len(pool), self.page_size
             )
             pool = pool.at[page[:, 0], :, offset[:, 0]].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
-            table = jnp.maximum(table_BW, 0) + layer * self.num_pages
-            return self._kernel(q_B1HC[:, 0], pool, table, start_B + 1)[:, None], pool
+            q = q_B1HC.reshape(B, K, -1, C) * C**-0.5
+            parts = [self._kernel(q, pool, table_BW, start_B + 1, layer)]
+            if shared is not None:
+                found = self._kernel(by_block(q, len(shared[0])), pool, *shared, layer)
+                parts.append([jax.vmap(lambda x: by_row(x, B))(x) for x in found])
+            mixed, total, largest = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+            share = jnp.exp(largest - jnp.max(largest, axis=0))  # of each part in the softmax over all of them
+            mixed = jnp.sum(mixed * share[..., None], axis=0) / jnp.sum(total * share, axis=0)[..., None]
+            return mixed.reshape(q_B1HC.shape).astype(q_B1HC.dtype), pool
 
         def attend(
             q_BTHC: jax.Array,
@@ -312,7 +338,8 @@ class TritonPath(DensePath):
             if window is not None:
                 raise NotImplementedError("the GPU kernel has no windows")  # `why_not` has refused the model
             run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
-            return run(q_BTHC, k_BTKC, v_BTKC, cache, reading.table, start_B, count_B, jnp.int32(layer))
+            unsplit = reading.table, start_B, count_B, jnp.int32(layer), reading.shared
+            return run(q_BTHC, k_BTKC, v_BTKC, cache, *unsplit)
 
         return attend
 
@@ -320,8 +347,14 @@ class TritonPath(DensePath):
         del pool, reading, count_B
         return cache
 
-    def _kernel(self, q_BHC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array) -> jax.Array:
-        """Attend with one query of each row to its first `length` keys.
+    def _kernel(
+        self, q_BKQC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, layer: jax.Array
+    ) -> Sequence[jax.Array]:
+        """Attend with `Q` queries for each key head of a row to the row's first `length` keys.
+
+        Returns:
+          For each part `s` of the keys `[s, B, K, Q, C]` the values, weighted by the exponentials of scores less their
+          maximum, and `[s, B, K, Q]` the sum of these exponentials, and the maximum.
 
         JAX's `paged_attention` wants keys and values in two pools, heads first. Its kernel works on one head at a time
         and accepts our pool too: the block specs below select the keys and values of that head inside the pages. A row
@@ -331,18 +364,17 @@ class TritonPath(DensePath):
         from jax.experimental.pallas import triton
         from jax.experimental.pallas.ops.gpu import paged_attention as gpu
 
-        B, H, C = q_BHC.shape
-        N, K, P = pool.shape[0], pool.shape[1] // 2, self.page_size
-        G = max(16, 1 << (H // K - 1).bit_length())  # queries of one head, padded to what a matrix product takes
+        (B, K, Q, C), N, P = q_BKQC.shape, len(pool), self.page_size
+        G = max(16, 1 << (Q - 1).bit_length())  # queries of one head, padded to what a matrix product takes
         per_block = max(1, GPU_TOKENS_PER_BLOCK // P)
         splits = min(GPU_SPLITS, -(-table_BW.shape[1] // per_block))
+        table_BW = jnp.maximum(table_BW, 0) + layer * self.num_pages
         table = jnp.pad(table_BW, ((0, 0), (0, -table_BW.shape[1] % (per_block * splits)))).reshape(B, splits, -1)
-        q = (q_BHC * C**-0.5).reshape(B, K, H // K, C)
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, G - H // K), (0, 0)))
-        mixed, total, largest = pl.pallas_call(
+        q = jnp.pad(q_BKQC, ((0, 0), (0, 0), (0, G - Q), (0, 0)))
+        found = pl.pallas_call(
             functools.partial(
                 gpu.paged_attention_kernel,
-                num_heads=H // K,
+                num_heads=Q,
                 pages_per_compute_block=per_block,
                 mask_value=gpu.DEFAULT_MASK_VALUE,
                 attn_logits_soft_cap=None,
@@ -371,9 +403,7 @@ class TritonPath(DensePath):
             compiler_params=triton.CompilerParams(num_warps=GPU_WARPS, num_stages=GPU_STAGES),
             name="paged_attention",
         )(q.astype(pool.dtype), pool, None, pool, None, table, length_B[:, None])
-        share = jnp.exp(largest - jnp.max(largest, axis=0))  # of each split in the softmax over all of them
-        mixed = jnp.sum(mixed * share[..., None], axis=0) / jnp.sum(total * share, axis=0)[..., None]
-        return mixed[:, :, : H // K].reshape(B, H, C).astype(q_BHC.dtype)
+        return [x[:, :, :, :Q] for x in found]
 
 
 def _write_positions(

@@ -11,6 +11,10 @@ and how new tokens are written to it and attend to earlier tokens. Both programs
 new tokens a row may get until `close`; `read` how many pages of the table hold earlier tokens at most (0: no row has
 any); `first` which of the new tokens come now; `count [B]` how many of them hold (of those that come now; of all).
 
+Rows that begin with the same pages can read them once (cascade attention, https://flashinfer.ai/2024/02/02/cascade-inference.html):
+the B rows are then N blocks of B / N rows, one after the other; `shared [N, W]` are the page ids with which all rows of a
+block begin, -1 after the last, and `table` has only the pages that follow. Attention is one softmax over both.
+
 `DensePath` is for CPU and GPU: it copies the rows' context out of the pages once, in the layout that matrix products
 need, keeps the new tokens in a separate array, and writes them to their pages at the end. The cost of the copy comes
 once per prefill or per dispatch of many decode steps.
@@ -24,6 +28,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rolljax.model.attention import NEG, Attend, Window, inside
 from rolljax.model.decoder import DecoderConfig
@@ -35,6 +40,8 @@ class Path(Protocol):
 
     head_axis: int
     """The dimension of the pool that counts key/value heads."""
+    cascades: bool
+    """Whether rows can read shared pages once."""
     sized: bool
     """Whether the amount of computation grows with the width of the page tables and the number of rows, so that
     programs for smaller sizes are worth compiling."""
@@ -45,20 +52,30 @@ class Path(Protocol):
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array: ...
 
     def open(
-        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+        self,
+        pool: jax.Array,
+        table_BW: jax.Array,
+        length_B: jax.Array,
+        room: int,
+        read: int,
+        shared_NW: jax.Array | None = None,
     ) -> tuple[Any, Any]: ...
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend: ...
     def close(self, pool: jax.Array, reading: Any, cache: Any, count_B: jax.Array) -> jax.Array: ...
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["table", "length"], meta_fields=["context"])
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """The places that `DensePath` reads: in its cache the first `context` positions are the rows' earlier tokens."""
 
     table: jax.Array
     length: jax.Array
+    """`[B]` earlier tokens in the pages of `table`."""
     context: int
+    before: jax.Array
+    """`[B]` tokens in shared pages, which come before."""
+    shared: Any
+    """Keys and values of the shared pages, as in the cache and with N blocks for B rows; None: there are none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +96,7 @@ class DensePath:
     """The pool holds the bits of bfloat16 as uint16. XLA's CPU compiler computes in float32 what it is given in
     bfloat16, also where nothing is computed: a scatter of a few tokens would make a float32 copy of the whole pool."""
     head_axis = 1
+    cascades = True
     sized = True
 
     @property
@@ -94,25 +112,33 @@ class DensePath:
         return copy_pages(pool, self.cfg.num_layers, source, target)
 
     def open(
-        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+        self,
+        pool: jax.Array,
+        table_BW: jax.Array,
+        length_B: jax.Array,
+        room: int,
+        read: int,
+        shared_NW: jax.Array | None = None,
     ) -> tuple[Reading, Any]:
-        L, C, P, B = self.cfg.num_layers, self.cfg.head_dim, self.page_size, len(table_BW)
-        K = pool.shape[1] // 2
-        table = jnp.maximum(table_BW[:, :read], 0)
+        before_B, own_B = split_length(length_B, shared_NW, self.page_size)
+        shared = None if shared_NW is None else self._copied(pool, shared_NW, 0)
+        cache = self._copied(pool, table_BW[:, :read], room)
+        return Reading(table_BW, own_B, read * self.page_size, before_B, shared), cache
 
-        def context(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-            """Return keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are
-            free."""
-            pages = _same_bits(pool[table + layer * self.num_pages], self.dtype).reshape(B, read, K, 2, P, C)
-            keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, read * P)
-            values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, read * P, C)
+    def _copied(self, pool: jax.Array, table_BW: jax.Array, room: int) -> Any:
+        """Return keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of every layer; the last `room` are
+        free."""
+        (B, W), K, P, C = table_BW.shape, pool.shape[1] // 2, self.page_size, self.cfg.head_dim
+        table = jnp.maximum(table_BW, 0)
+
+        def of(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+            pages = _same_bits(pool[table + layer * self.num_pages], self.dtype).reshape(B, W, K, 2, P, C)
+            keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, W * P)
+            values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, W * P, C)
             return _pad(keys, 3, room), _pad(values, 2, room)
 
-        if self.unroll:
-            cache = tuple(zip(*(context(layer) for layer in range(L)), strict=True))
-        else:
-            cache = jax.lax.map(context, jnp.arange(L))
-        return Reading(table_BW, length_B, read * P), cache
+        L = self.cfg.num_layers
+        return tuple(zip(*map(of, range(L)), strict=True)) if self.unroll else jax.lax.map(of, jnp.arange(L))
 
     def attend(self, reading: Reading, first: jax.Array | int, count_B: jax.Array) -> Attend:
         del count_B  # `close` writes only what holds
@@ -133,19 +159,36 @@ class DensePath:
             index_S = jnp.arange(keys.shape[-1])
             old_BS = (index_S < jnp.minimum(reading.length, S)[:, None])[:, None]
             new_TS = (index_S >= S) & (index_S - S <= first + jnp.arange(T)[:, None])
-            position_BS = jnp.where(index_S < S, index_S, reading.length[:, None] + index_S - S)
-            query_BT = reading.length[:, None] + first + jnp.arange(T)
+            start_B1 = (reading.before + reading.length)[:, None]
+            position_BS = jnp.where(index_S < S, reading.before[:, None] + index_S, start_B1 + index_S - S)
+            query_BT = start_B1 + first + jnp.arange(T)
             seen_BTS = (old_BS | new_TS) & inside(window, query_BT, position_BS)
             if self.chunks_by_cudnn and T > 1:
                 # with an empty context the keys are the queries' own tokens, so cuDNN can leave out later ones
                 mixed = cudnn(q_BTHC, keys.transpose(0, 3, 1, 2), values.swapaxes(1, 2), seen_BTS, causal=S == 0)
                 return mixed, (all_keys, all_values)
+            parts = [(keys, values)]
+            if reading.shared is not None:
+                parts.insert(0, tuple(_layer(x, layer) for x in reading.shared))
+                index_S = jnp.arange(parts[0][0].shape[-1])
+                shared_BTS = (index_S < reading.before[:, None])[:, None] & inside(window, query_BT, index_S[None])
+                seen_BTS = jnp.concatenate([shared_BTS, seen_BTS], axis=2)
             q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
-            scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
+            q = q.reshape(B, K, -1, C)
+            products = [
+                jnp.einsum("bkxc,bkcs->bkxs", by_block(q, len(k)), k, preferred_element_type=jnp.float32)
+                for k, _ in parts
+            ]
+            scores = jnp.concatenate([by_row(x, B) for x in products], axis=3)
             scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
             scores = jnp.where(seen_BTS[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
             weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-            mixed = jnp.einsum("bkxs,bksc->bkxc", weights, values).reshape(B, K, H // K, T, C)
+            split = np.cumsum([v.shape[2] for _, v in parts])[:-1]
+            products = [
+                jnp.einsum("bkxs,bksc->bkxc", by_block(w, len(v)), v)
+                for w, (_, v) in zip(jnp.split(weights, split, axis=3), parts, strict=True)
+            ]
+            mixed = functools.reduce(jnp.add, (by_row(x, B) for x in products)).reshape(B, K, H // K, T, C)
             return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C), (all_keys, all_values)
 
         return attend
@@ -163,6 +206,36 @@ class DensePath:
         offset = jnp.broadcast_to(position_BT % P, rows.shape)
         new = _same_bits(new.transpose(0, 1, 3, 2, 4), self.pool_dtype)
         return pool.at[rows, :, offset].set(new, mode="drop")
+
+
+def split_length(length_B: jax.Array, shared_NW: jax.Array | None, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return how many of the rows' tokens lie in shared pages, and how many in their own."""
+    if shared_NW is None:
+        return jnp.zeros_like(length_B), length_B
+    before_B = jnp.repeat(jnp.sum(shared_NW >= 0, axis=1) * page_size, len(length_B) // len(shared_NW))
+    return before_B, jnp.maximum(length_B - before_B, 0)
+
+
+def by_block(x: jax.Array, blocks: int) -> jax.Array:
+    """Turn `[B, K, x, ...]` of rows into `[blocks, K, B / blocks * x, ...]`: the rows of a block are more queries of its
+    keys."""
+    B, K, n = x.shape[:3]
+    rows = x.reshape(blocks, B // blocks, K, n, *x.shape[3:]).swapaxes(1, 2)
+    return rows.reshape(blocks, K, B // blocks * n, *x.shape[3:])
+
+
+def by_row(x: jax.Array, rows: int) -> jax.Array:
+    """Undo `by_block`: `[N, K, x, ...]` of blocks becomes `[rows, K, N * x / rows, ...]`."""
+    N, K, n = x.shape[:3]
+    blocks = x.reshape(N, K, rows // N, n * N // rows, *x.shape[3:]).swapaxes(1, 2)
+    return blocks.reshape(rows, K, n * N // rows, *x.shape[3:])
+
+
+def _layer(layers: Any, layer: jax.Array | int) -> jax.Array:
+    """Return one layer's array."""
+    if isinstance(layers, tuple):
+        return layers[layer]
+    return jax.lax.dynamic_index_in_dim(layers, layer, keepdims=False)
 
 
 def _same_bits(x: jax.Array, dtype: str) -> jax.Array:

@@ -140,6 +140,8 @@ class SamplerStats:
     """Rows times decode steps of all dispatches;."""
     busy_slot_steps: int = 0
     """The ones that sampled a token."""
+    cascades: int = 0
+    """Dispatches that read shared beginnings once (`SamplerConfig.cascade_tok`)."""
     drafted_tok: int = 0
     """Tokens that were guessed."""
     accepted_tok: int = 0

@@ -27,6 +27,7 @@ from rolljax.sampler.drafts import CONTEXT, DraftIndex, Drafts, context
 from rolljax.sampler.engine import EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES
 from rolljax.sampler.prompt_queue import Capacity, PromptQueue, QueuedPrompt, Request, SamplerLoad, SamplerStats
+from rolljax.sampler.rows import arrange
 from rolljax.types import FinishReason, Sampled
 
 INDEX_EVERY = 64
@@ -401,28 +402,24 @@ class Scheduler:
 
     def _dispatch(self) -> ResultTokens:
         start = time.perf_counter()
-        n, each = self.engine.num_shards, self._capacity.slots_per_shard
-        busy = [[slot for slot in self._running if slot // each == shard] for shard in range(n)]
-        drafts = self._draft(max(map(len, busy)))
+        each = self._capacity.slots_per_shard
+        most_running = max(collections.Counter(slot // each for slot in self._running).values())
+        drafts = self._draft(most_running)
         row_counts = self.engine.verify_rows if drafts else self.engine.row_counts
-        rows = next(r for r in row_counts if r >= max(map(len, busy)))
-        slots = np.full(rows * n, -1, np.int32)
-        for shard, own in enumerate(busy):
-            slots[shard * rows : shard * rows + len(own)] = own
-        for row, slot in enumerate(slots.tolist()):
+        num_rows = next(r for r in row_counts if r >= most_running)
+        rows = arrange(self._running, self._table, self.engine, num_rows, cascade=not drafts)
+        for row, slot in enumerate(rows.slot.tolist()):
             if slot >= 0:
                 self._running[slot].row = row
-        longest = max(r.in_cache for r in self._running.values()) + self.cfg.most_per_dispatch
         truncate, top = self._variant(self._running.values())
-        table = self._table[slots, : self.engine.width(longest)]
-        local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
+        local = np.where(rows.slot >= 0, rows.slot % each, -1).astype(np.int32)
         own = [r.row for r in self._running.values()]
         if drafts:
-            tokens, count = np.zeros((len(slots), self.cfg.speculate), np.int32), np.zeros(len(slots), np.int32)
+            tokens, count = np.zeros((len(local), self.cfg.speculate), np.int32), np.zeros(len(local), np.int32)
             tokens[own], count[own] = drafts.tokens, drafts.count
-            started = self.worker.verify(table, local, tokens, count, truncate=truncate, top=top)
+            started = self.worker.verify(rows.table, local, tokens, count, truncate=truncate, top=top)
         else:
-            started = self.worker.generate(table, local, truncate=truncate, top=top)
+            started = self.worker.generate(rows.table, local, rows.shared, truncate=truncate, top=top)
         prefilling = time.perf_counter()
         self.worker.wait_prefills()  # only now: the device goes on to the decode steps by itself
         decoding = time.perf_counter()
@@ -430,10 +427,11 @@ class Scheduler:
         valid, most = np.asarray(out.valid), 1 if drafts else self.cfg.steps_per_dispatch
         steps, generate_s = min(int(valid.max()), most), time.perf_counter() - decoding + prefilling - start
         if self._drafts:
-            self._pace.add((bool(drafts), *table.shape, truncate, top), generate_s / max(steps, 1))
+            self._pace.add((bool(drafts), *rows.table.shape, truncate, top), generate_s / max(steps, 1))
         self.stats.dispatches += 1
         self.stats.steps += steps
-        self.stats.slot_steps += rows * n * most
+        self.stats.cascades += rows.shared is not None
+        self.stats.slot_steps += len(local) * most
         self.stats.busy_slot_steps += int(np.minimum(valid, most).sum())
         if self._drafts and drafts:
             self.stats.drafted_tok += int(drafts.count.sum())

@@ -145,6 +145,35 @@ def test_samples_do_not_depend_on_the_schedule(reference, how):
     assert_equal(done, reference)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"slots": 64},
+        {"slots": 16, "prefix_match": "any"},
+        {"slots": 64, "pages": 250, "steps_per_dispatch": 2},
+        {"slots": 64, "num_devices": 2},
+        {"slots": 64, "speculate": 7, "speculate_tok": 64, "times": 2},
+    ],
+    ids=str,
+)
+def test_beginnings_that_are_read_once_change_no_token(how, fixed_cost):
+    """Six groups of eight, and four requests alone."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (40, 41, 47, 53, 60, 39)]
+    lone = [rng.integers(0, 256, n).astype(np.int32) for n in (3, 20, 5, 9)]
+    wanted = [
+        (p, SamplingParams([1.0, 0.7][i % 2], 4 + 3 * sibling, STOP), (5, 0, i, sibling, 0))
+        for i, p in enumerate([*prompts, *lone])
+        for sibling in range(8 if i < 6 else 1)
+    ]
+    plain, stats = sample(wanted, slots=64, page_size=4, cascade_tok=0)
+    assert not stats.cascades
+    done, stats = sample(wanted, page_size=4, cascade_tok=12, **how)
+    assert stats.cascades > 0
+    assert_equal(done, plain)
+
+
 @pytest.fixture
 def fixed_cost(monkeypatch):
     """Make how often the sampler guesses independent of the machine's speed."""
