@@ -74,7 +74,13 @@ class FreeWorker(EngineWorker):
         pass
 
     def generate(
-        self, table_SW: np.ndarray, slot_S: np.ndarray, *, truncate: bool = False, top: bool = False
+        self,
+        table_SW: np.ndarray,
+        slot_S: np.ndarray,
+        shared_NW: np.ndarray | None = None,
+        *,
+        truncate: bool = False,
+        top: bool = False,
     ) -> ResultTokens:
         return self._tokens(slot_S, self.engine.cfg.steps_per_dispatch)
 

@@ -348,7 +348,7 @@ class SamplerShapes:
 
         yield program(
             "decode",
-            lambda: engine._generate.lower(params, state, table, slots, False, False),
+            lambda: engine._generate.lower(params, state, table, slots, None, False, False),
             both,
             {},
             1,

@@ -11,9 +11,9 @@ and how new tokens are written to it and attend to earlier tokens. Both programs
 new tokens a row may get until `close`; `read` how many pages of the table hold earlier tokens at most (0: no row has
 any); `first` which of the new tokens come now; `count [B]` how many of them hold (of those that come now; of all).
 
-Rows that begin with the same pages can read them once (cascade attention, https://flashinfer.ai/2024/02/02/cascade-inference.html):
-the B rows are then N blocks of B / N rows, one after the other; `shared [N, W]` are the page ids with which all rows of a
-block begin, -1 after the last, and `table` has only the pages that follow. Attention is one softmax over both.
+Rows that begin with the same pages can read them once (Hydragen, arXiv 2402.05099; "cascade attention"). The B rows are
+then N blocks of B / N rows: `shared [N, W]` are the pages that all rows of a block begin with, -1 after the last;
+`table` has only the pages that follow. Attention is one softmax over both.
 
 `DensePath` is for CPU and GPU: it copies the rows' context out of the pages once, in the layout that matrix products
 need, keeps the new tokens in a separate array, and writes them to their pages at the end. The cost of the copy comes
@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rolljax.model.attention import NEG, Attend, Window, inside
 from rolljax.model.decoder import DecoderConfig
@@ -167,28 +166,28 @@ class DensePath:
                 # with an empty context the keys are the queries' own tokens, so cuDNN can leave out later ones
                 mixed = cudnn(q_BTHC, keys.transpose(0, 3, 1, 2), values.swapaxes(1, 2), seen_BTS, causal=S == 0)
                 return mixed, (all_keys, all_values)
-            parts = [(keys, values)]
+            parts = [(keys, values, seen_BTS)]
             if reading.shared is not None:
-                parts.insert(0, tuple(_layer(x, layer) for x in reading.shared))
-                index_S = jnp.arange(parts[0][0].shape[-1])
+                shared_keys, shared_values = (_layer(x, layer) for x in reading.shared)
+                index_S = jnp.arange(shared_keys.shape[-1])
                 shared_BTS = (index_S < reading.before[:, None])[:, None] & inside(window, query_BT, index_S[None])
-                seen_BTS = jnp.concatenate([shared_BTS, seen_BTS], axis=2)
+                parts.append((shared_keys, shared_values, shared_BTS))
             q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
-            q = q.reshape(B, K, -1, C)
-            products = [
-                jnp.einsum("bkxc,bkcs->bkxs", by_block(q, len(k)), k, preferred_element_type=jnp.float32)
-                for k, _ in parts
-            ]
-            scores = jnp.concatenate([by_row(x, B) for x in products], axis=3)
-            scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
-            scores = jnp.where(seen_BTS[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
-            weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-            split = np.cumsum([v.shape[2] for _, v in parts])[:-1]
-            products = [
-                jnp.einsum("bkxs,bksc->bkxc", by_block(w, len(v)), v)
-                for w, (_, v) in zip(jnp.split(weights, split, axis=3), parts, strict=True)
-            ]
-            mixed = functools.reduce(jnp.add, (by_row(x, B) for x in products)).reshape(B, K, H // K, T, C)
+            q, scores = q.reshape(B, K, -1, C) * C**-0.5, []
+            for k, _, seen in parts:
+                x = jnp.einsum("bkxc,bkcs->bkxs", by_block(q, len(k)), k, preferred_element_type=jnp.float32)
+                seen = seen.reshape(len(k), 1, -1, 1, *seen.shape[1:])
+                apart = x.reshape(len(k), K, -1, H // K, *seen.shape[4:])
+                scores.append(jnp.where(seen, apart, NEG).reshape(x.shape))
+            largest = functools.reduce(jnp.maximum, [by_row(jnp.max(x, axis=3), B) for x in scores])
+            total, mixed = jnp.zeros_like(largest), jnp.zeros(q.shape)
+            for x, (_, v, _) in zip(scores, parts, strict=True):
+                weights = jnp.exp(x - by_block(largest, len(v))[..., None])
+                total += by_row(jnp.sum(weights, axis=3), B)
+                mixed += by_row(
+                    jnp.einsum("bkxs,bksc->bkxc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32), B
+                )
+            mixed = (mixed / total[..., None]).astype(q.dtype).reshape(B, K, H // K, T, C)
             return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C), (all_keys, all_values)
 
         return attend
@@ -217,8 +216,7 @@ def split_length(length_B: jax.Array, shared_NW: jax.Array | None, page_size: in
 
 
 def by_block(x: jax.Array, blocks: int) -> jax.Array:
-    """Turn `[B, K, x, ...]` of rows into `[blocks, K, B / blocks * x, ...]`: the rows of a block are more queries of its
-    keys."""
+    """Turn `[B, K, x, ...]` of rows into `[blocks, K, B / blocks * x, ...]`, all queries of a block side by side."""
     B, K, n = x.shape[:3]
     rows = x.reshape(blocks, B // blocks, K, n, *x.shape[3:]).swapaxes(1, 2)
     return rows.reshape(blocks, K, B // blocks * n, *x.shape[3:])

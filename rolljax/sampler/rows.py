@@ -62,9 +62,9 @@ def _blocks(
     """Return rows in blocks; None if too little would be saved. longest: tokens of a row after the dispatch."""
     cfg, size = engine.cfg, engine.cfg.page_size
     depth = -(-cfg.cascade_tok // size)
-    held = {slot: len(request.nodes) for slot, request in running.items()}  # full pages, never written again
-    if not engine.cascades or num_rows % BLOCK or max(held.values()) < depth:
+    if not engine.cascades or num_rows % BLOCK or all(len(r.nodes) < depth for r in running.values()):
         return None
+    held = {slot: len(request.nodes) for slot, request in running.items()}  # full pages, never written again
     slots = np.full((len(by_shard), num_rows // BLOCK, BLOCK), -1, np.int32)
     pages = np.zeros(slots.shape[:2], np.int32)
     for shard, own in enumerate(by_shard):
@@ -80,15 +80,17 @@ def _blocks(
                 differ = (table[those] != table[those[0]]).any(axis=0)
                 alike = int(differ.argmax()) if differ.any() else len(differ)
                 pages[shard, block] = min(alike, *(held[slot] for slot in those))
-    slot, skipped = slots.ravel(), np.repeat(pages.ravel(), BLOCK)
-    lengths = np.array([running[s].in_cache if s >= 0 else 0 for s in slot.tolist()])
+    slot_S, skipped = slots.ravel(), np.repeat(pages.ravel(), BLOCK)
+    lengths = np.array([running[s].in_cache if s >= 0 else 0 for s in slot_S.tolist()])
     longest_own = int((lengths - skipped * size).max()) + cfg.most_per_dispatch
     most_shared = int(pages.max()) * size
     if longest_own + most_shared / BLOCK > (1 - LEAST_SAVED) * longest:
         return None
     padded = np.pad(table, ((0, 0), (0, table.shape[1])), constant_values=-1)
     shared = np.where(
-        np.arange(engine.width(most_shared)) < pages.reshape(-1, 1), table[slots[:, :, 0].ravel(), : engine.width(most_shared)], -1
+        np.arange(engine.width(most_shared)) < pages.reshape(-1, 1),
+        table[slots[:, :, 0].ravel(), : engine.width(most_shared)],
+        -1,
     )
-    own_table = padded[slot[:, None], skipped[:, None] + np.arange(engine.width(longest_own))]
-    return Rows(slot, own_table, shared)
+    own_table = padded[slot_S[:, None], skipped[:, None] + np.arange(engine.width(longest_own))]
+    return Rows(slot_S, own_table, shared)

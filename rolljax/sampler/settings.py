@@ -49,9 +49,9 @@ class SamplerConfig:
     """Maximum number of tokens of a step that checks guesses, over the rows of a device: about as many as a device
     computes in the time in which it reads its weights. While more requests run, nothing is guessed."""
     cascade_tok: Annotated[int, Range(low=0)] = 128
-    """Fewest tokens that running requests must begin with alike for a decode step to read their keys and values once for
-    8 of them (cascade attention); 0: never. It changes no token. Siblings of a long prompt gain most. The TPU kernel
-    cannot do it. On CPU its programs are compiled when they are first needed."""
+    """Fewest tokens that running requests must have in common at their beginning, as siblings have a prompt, for decode
+    steps to read the keys and values of these tokens once for 8 requests (cascade attention); 0: never. It changes no
+    token. 'ragged' has no such reading. The programs are compiled when they are first needed."""
     prefix_match: Literal["turns", "any", "off"] = "turns"
     """Cached keys and values that a prompt may start from. 'turns': from a complete earlier prompt or answer that it
     extends (and every full `prefill_chunk`), so that the computation never depends on earlier requests; 'any': the

@@ -146,8 +146,8 @@ def test_the_gpu_kernel_becomes_a_triton_kernel(dtype):
     """No GPU is needed to lower for one; later versions of JAX want to know which."""
     h100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100", 132, "gpu"))
     path = TritonPath(dataclasses.replace(MODEL.cfg, head_dim=128), dtype, 16, 32, False, None)
-    q, pool = jnp.zeros((3, 4, 128), dtype), jnp.zeros((64, 4, 16, 128), dtype)
-    args = (q, pool, jnp.zeros((3, 6), jnp.int32), jnp.ones(3, jnp.int32))
+    q, pool = jnp.zeros((3, 2, 2, 128), dtype), jnp.zeros((64, 4, 16, 128), dtype)
+    args = (q, pool, jnp.zeros((3, 6), jnp.int32), jnp.ones(3, jnp.int32), 0)
     with jax.sharding.use_abstract_mesh(h100):
         lowered = jax.jit(path._kernel).trace(*args).lower(lowering_platforms=("cuda",))
     assert "xla.gpu.triton" in lowered.as_text()
@@ -202,6 +202,43 @@ def test_auto_takes_the_first_measured_path_that_can_run(monkeypatch):
     assert type(choose("gpu")[1]) is TritonPath
     assert type(choose("gpu", page_size=5)[1]) is DensePath
     assert type(choose("gpu", "dense")[1]) is DensePath
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", ["unrolled", "scanned", "triton"])
+def test_pages_that_rows_share_are_read_as_if_each_row_had_them(kind, window):
+    """Three blocks of four rows: they share three pages, none, and one."""
+    if kind == "triton" and window:
+        pytest.skip("the GPU kernel has no windows")
+    args = MODEL.cfg, "float32", 4, 96, kind == "unrolled"
+    mesh = MeshSpec().build(jax.devices()[:1])
+    path = TritonPath(*args, mesh, interpret=True) if kind == "triton" else DensePath(*args)
+    rng, rows = np.random.default_rng(0), 12
+    pool = jnp.asarray(rng.normal(size=path.pool_shape(96)), jnp.float32)
+    shared = np.full((3, 4), -1)
+    shared[0, :3], shared[2, :1] = [90, 80, 70], [60]
+    own = rng.permutation(60).reshape(rows, 5)
+    whole = np.full((rows, 9), -1)
+    length = []
+    for row, pages in enumerate(own):
+        begins = [p for p in shared[row // 4] if p >= 0]
+        whole[row, : len(begins) + 5] = [*begins, *pages]
+        length.append(len(begins) * 4 + int(rng.integers(0, 17)))
+    heads = (MODEL.cfg.num_heads, *[MODEL.cfg.num_kv_heads] * 2)
+    qkv = [jnp.asarray(rng.normal(size=(2, rows, 1, n, MODEL.cfg.head_dim)), jnp.float32) for n in heads]
+    looks = None if window is None else attention.Window(window, True)
+
+    def played(table, *shared):
+        reading, cache = path.open(pool, jnp.asarray(table), jnp.asarray(length), 2, table.shape[1], *shared)
+        out, ones = [], jnp.ones(rows, jnp.int32)
+        for step in range(2):
+            mixed, cache = path.attend(reading, step, ones)(*(x[step] for x in qkv), cache, 1, looks)
+            out.append(mixed)
+        return jnp.stack(out), path.close(pool, reading, cache, 2 * ones)
+
+    wanted, found = played(whole), played(own, jnp.asarray(shared))
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5)
+    np.testing.assert_array_equal(found[1], wanted[1])
 
 
 def test_prefill_by_cudnn_where_auto_takes_cudnn_in_training(monkeypatch):
