@@ -87,6 +87,7 @@ PARTS = """
 2302.06675 | Lion | the optimizer | `Lion` | |
 2310.12036 | IPO | a squared preference loss | `Dpo.loss` | |
 2402.03898 | DistiLLM | a skewed divergence | `Distill.divergence`, `Distill.alpha` | |
+2402.05099 | Hydragen | a prompt is read once for its siblings | `SamplerConfig.cascade_tok` | |
 2404.02657 | Rethinking KL in distillation | the adaptive divergence | `Distill.divergence` | |
 2404.03683 | Stream of Search | the numbers game | `Countdown` | |
 2404.06395 | MiniCPM | a rate that stays, then falls | `AdamW.schedule` | |

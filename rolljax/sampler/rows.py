@@ -15,13 +15,13 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.prompt_queue import Request
 
 BLOCK = 8
-"""Rows of a block. With more, a group of 8 would leave rows empty; with fewer, its prompt would be read twice."""
+"""DecodeRows of a block. With more, a group of 8 would leave rows empty; with fewer, its prompt would be read twice."""
 LEAST_SAVED = 0.25
 """Least part of the keys that a dispatch reads which must be saved: blocks that are not full cost something."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class DecodeRows:
     """The rows of all batch shards, one shard after the other."""
 
     slot: np.ndarray
@@ -32,7 +32,7 @@ class Rows:
     """`[S / BLOCK, W]` pages that all rows of a block begin with; None: no row has any."""
 
 
-def arrange(running: Mapping[int, Request], table: np.ndarray, engine: Engine, num_rows: int, *, cascade: bool) -> Rows:
+def arrange(running: Mapping[int, Request], table: np.ndarray, engine: Engine, num_rows: int, *, cascade: bool) -> DecodeRows:
     """Assign rows to the running requests.
 
     Args:
@@ -48,7 +48,7 @@ def arrange(running: Mapping[int, Request], table: np.ndarray, engine: Engine, n
     slots = np.full((n, num_rows), -1, np.int32)
     for own, those in zip(slots, by_shard, strict=True):
         own[: len(those)] = those
-    return Rows(slots.ravel(), table[slots.ravel(), : engine.width(longest)])
+    return DecodeRows(slots.ravel(), table[slots.ravel(), : engine.width(longest)])
 
 
 def _blocks(
@@ -58,7 +58,7 @@ def _blocks(
     num_rows: int,
     by_shard: Sequence[Sequence[int]],
     longest: int,
-) -> Rows | None:
+) -> DecodeRows | None:
     """Return rows in blocks; None if too little would be saved. longest: tokens of a row after the dispatch."""
     cfg, size = engine.cfg, engine.cfg.page_size
     depth = -(-cfg.cascade_tok // size)
@@ -93,4 +93,4 @@ def _blocks(
         -1,
     )
     own_table = padded[slot_S[:, None], skipped[:, None] + np.arange(engine.width(longest_own))]
-    return Rows(slot_S, own_table, shared)
+    return DecodeRows(slot_S, own_table, shared)
