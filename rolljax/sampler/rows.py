@@ -15,7 +15,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.prompt_queue import Request
 
 BLOCK = 8
-"""DecodeRows of a block. With more, a group of 8 would leave rows empty; with fewer, its prompt would be read twice."""
+"""Rows of a block. With more, a group of 8 would leave rows empty; with fewer, its prompt would be read twice."""
 LEAST_SAVED = 0.25
 """Least part of the keys that a dispatch reads which must be saved: blocks that are not full cost something."""
 
@@ -32,7 +32,9 @@ class DecodeRows:
     """`[S / BLOCK, W]` pages that all rows of a block begin with; None: no row has any."""
 
 
-def arrange(running: Mapping[int, Request], table: np.ndarray, engine: Engine, num_rows: int, *, cascade: bool) -> DecodeRows:
+def arrange(
+    running: Mapping[int, Request], table: np.ndarray, engine: Engine, num_rows: int, *, cascade: bool
+) -> DecodeRows:
     """Assign rows to the running requests.
 
     Args:
