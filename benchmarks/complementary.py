@@ -1,6 +1,7 @@
 """Complementary RL: an actor with a bank of experiences, against controls.
 
     python benchmarks/complementary.py FOLDER [--seeds 3] [--figure rolljax/recipes/complementary/bank.png]
+    python benchmarks/complementary.py FOLDER --rare [--seeds 3]
 
 Arms of each seed, all from the same warm starts:
 
@@ -12,6 +13,9 @@ Arms of each seed, all from the same warm starts:
 
 Printed by round: success in training of the episodes with and without an experience; the
 share of the bank that is right; held-out success without experiences. A run that was stopped continues.
+
+`--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and a bank
+that does not change says the first two of every room. The control has no bank.
 """
 
 from __future__ import annotations
@@ -27,11 +31,13 @@ from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.recipes.complementary.bank import Bank, banks_of
 from rolljax.recipes.complementary.experience import PART
-from rolljax.recipes.complementary.key_rules import KeyRules
+from rolljax.recipes.complementary.key_rules import KeyRules, all_but_one
+from rolljax.recipes.complementary.operations import Add
 from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settings, together, warm_starts
 from rolljax.storage.run_reader import RunReader
 
 ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
+RARE, RARE_ROUNDS = {"keys": 3, "rooms": 8}, 50
 NEW_RULE = 1
 UNTRAINED_LR = 1e-9
 LEVEL = 0.9
@@ -97,6 +103,33 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
     return found
 
 
+def play_rare(folder: Path, start: Path, seed: int) -> dict[str, dict[str, list[float]]]:
+    """Train an actor with a bank that says the first keys of every door, and one without a bank."""
+    rooms = KeyRules(**RARE)
+    bank = Bank()
+    for task in map(rooms.task, range(rooms.rooms)):
+        env = rooms.make()
+        opening = env.reset(task)[-1].content
+        bank, _ = bank.applied(Add(opening, all_but_one(env.reference_answer())), task.id)
+    found = {}
+    for arm in ("first keys", "none"):
+        own, path = folder / arm, folder / arm / "bank.jsonl"
+        own.mkdir(parents=True, exist_ok=True)
+        if arm != "none" and not path.exists():
+            bank.append_to(path)
+        settings = actor_settings(start, path if arm != "none" else None, seed, 0) | rare_settings()
+        settings |= {"rl/Phase.steps": STEPS_PER_ROUND * RARE_ROUNDS, "AdamW.lr": 1e-3, "Grpo.entropy_coef": 0.01}
+        run = train("complementary/actor", set=settings, run_dir=own / "actor", progress=False)
+        found[arm] = by_round(run, RARE_ROUNDS)
+    return found
+
+
+def rare_settings() -> dict[str, object]:
+    """Return the settings of a game with several keys."""
+    keys = {f"KeyRules.{name}": value for name, value in RARE.items()}
+    return {**keys, "Recipe.max_answer_tok": 6 * RARE["keys"], "SamplerConfig.max_context": 96}
+
+
 def with_bank(folder: Path, run: Run, rounds: int, rule: int) -> dict[str, list[float]]:
     """Return the rounds of an arm with a bank, with the share of it that is right."""
     banks = {bank.round: bank for bank in banks_of(folder / "bank.jsonl")}
@@ -134,12 +167,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", type=int, help="one seed alone")
+    parser.add_argument("--rare", action="store_true", help="what an actor learns by heart where success is rare")
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    warm_starts(args.folder)
     seeds = [args.only] if args.only is not None else range(args.seeds)
-    found = [play(args.folder / f"seed_{seed}", args.folder, seed) for seed in seeds]
+    if args.rare:
+        start = train("complementary/start", set=rare_settings(), run_dir=args.folder / "rare_start", progress=False)
+        found = [play_rare(args.folder / f"rare_{seed}", start.path / "hf", seed) for seed in seeds]
+    else:
+        warm_starts(args.folder)
+        found = [play(args.folder / f"seed_{seed}", args.folder, seed) for seed in seeds]
     for seed, arms in zip(seeds, found, strict=True):
         for arm, table in arms.items():
             for name, values in table.items():

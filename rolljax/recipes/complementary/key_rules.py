@@ -1,4 +1,4 @@
-"""Rooms whose doors open to one of a few keys. The prompt does not say which key: a test of experience."""
+"""Rooms whose doors open to one of a few keys, or to several. The prompt does not say which: a test of experience."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from rolljax.errors import EnvError, Range, check_fields
 from rolljax.types import Task
 
 KEYS = ("red", "blue", "gold", "teal")
-_TASK = re.compile(r"room (?P<room>[a-z]{2}) (?P<key>[a-z]+)(?P<shown>,?) walk [0-9]+")
+_TASK = re.compile(r"room (?P<room>[a-z]{2}) (?P<keys>[a-z]+( [a-z]+)*)(?P<shown>,?) walk [0-9]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyRules(EnvSpec):
-    """A room with a name of two letters and a door that opens to one of four keys.
+    """A room with a name of two letters and a door that opens to one of four keys, or to several in their order.
 
-    Observation: `room ab`. Actions: `red`, `blue`, `gold`, `teal`. Reward: 1 if the door opens. The key of a room is
-    the same in every walk, and no room says anything about another.
+    Observation: `room ab`. Actions: `red`, `blue`, `gold`, `teal`; with two keys `red gold`. Reward: 1 if the door
+    opens. The keys of a room are the same in every walk, and no room says anything about another.
     """
 
     runs = "inline"
 
     rooms: Annotated[int, Range(low=1, high=676)] = 32
-    """Number of rooms. Walks through one room are different tasks with the same key."""
+    """Number of rooms. Walks through one room are different tasks with the same keys."""
+    keys: Annotated[int, Range(low=1, high=6)] = 1
+    """Number of keys of a door: with n, one of 4^n answers opens it."""
     rule: int = 0
     """Seed of the keys."""
     rehearse: bool = False
-    """Whether every walk has its own key, which every second walk shows as an experience: for a warm start that teaches
-    to read experiences and no rule."""
+    """Whether every walk has its own keys, which every second walk shows as an experience, of several all but the last:
+    for a warm start that teaches to read experiences and no rule."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,9 +47,9 @@ class KeyRules(EnvSpec):
     def task(self, index: int) -> Task:
         walk, room = divmod(index, self.rooms)
         letters = chr(97 + room // 26) + chr(97 + room % 26)
-        key = random.Random(f"{self.rule} {index if self.rehearse else room}").choice(KEYS)
+        keys = _any_keys(random.Random(f"{self.rule} {index if self.rehearse else room}"), self.keys)
         shown = "," if self.rehearse and walk % 2 else ""
-        return Task(self.name, index, f"room {letters} {key}{shown} walk {walk}")
+        return Task(self.name, index, f"room {letters} {keys}{shown} walk {walk}")
 
     def make(self) -> Env:
         return KeyRulesEnv(self)
@@ -61,17 +63,32 @@ class KeyRulesEnv(Game[KeyRules]):
 
     def _begin(self, task: Task) -> str:
         found = _TASK.fullmatch(task.content)
-        if not found or found["key"] not in KEYS:
+        if not found or not _are_keys(found["keys"], self._spec.keys):
             raise EnvError(f"task {task.index} is no room")
-        self._key, room = found["key"], f"room {found['room']}"
-        return f"{room}\n{room}: {self._key}" if found["shown"] else room
+        self._keys, room = found["keys"], f"room {found['room']}"
+        return f"{room}\n{room}: {all_but_one(self._keys)}" if found["shown"] else room
 
     def _play(self, action: str) -> Outcome:
-        opened = word(action) == self._key
-        return Outcome("", float(opened), over=True, success=opened, legal=word(action) in KEYS)
+        opened = word(action) == self._keys
+        return Outcome("", float(opened), over=True, success=opened, legal=_are_keys(word(action), self._spec.keys))
 
     def _reference_answer(self) -> str:
-        return self._key
+        return self._keys
 
     def _random(self, rng: random.Random) -> str:
-        return rng.choice(KEYS)
+        return _any_keys(rng, self._spec.keys)
+
+
+def all_but_one(keys: str) -> str:
+    """Return all keys of a door but the last; its only one."""
+    return keys.rpartition(" ")[0] or keys
+
+
+def _any_keys(rng: random.Random, num: int) -> str:
+    return " ".join(rng.choice(KEYS) for _ in range(num))
+
+
+def _are_keys(answer: str, num: int) -> bool:
+    """Return whether an answer names this number of keys."""
+    words = answer.split(" ")
+    return len(words) == num and all(word in KEYS for word in words)
