@@ -14,8 +14,8 @@ Arms of each seed, all from the same warm starts:
 Printed by round: success in training of the episodes with and without an experience; the
 share of the bank that is right; held-out success without experiences. A run that was stopped continues.
 
-`--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and a bank
-that does not change says the first two of every room. The control has no bank.
+`--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and a
+bank that does not change says the first two of every room. The control has no bank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settin
 from rolljax.storage.run_reader import RunReader
 
 ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
-RARE, RARE_ROUNDS = {"keys": 3, "rooms": 8}, 50
+RARE, RARE_ROUNDS = KeyRules(keys=3, rooms=8), 50
 NEW_RULE = 1
 UNTRAINED_LR = 1e-9
 LEVEL = 0.9
@@ -105,10 +105,9 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
 
 def play_rare(folder: Path, start: Path, seed: int) -> dict[str, dict[str, list[float]]]:
     """Train an actor with a bank that says the first keys of every door, and one without a bank."""
-    rooms = KeyRules(**RARE)
     bank = Bank()
-    for task in map(rooms.task, range(rooms.rooms)):
-        env = rooms.make()
+    for task in map(RARE.task, range(RARE.rooms)):
+        env = RARE.make()
         opening = env.reset(task)[-1].content
         bank, _ = bank.applied(Add(opening, all_but_one(env.reference_answer())), task.id)
     found = {}
@@ -126,8 +125,8 @@ def play_rare(folder: Path, start: Path, seed: int) -> dict[str, dict[str, list[
 
 def rare_settings() -> dict[str, object]:
     """Return the settings of a game with several keys."""
-    keys = {f"KeyRules.{name}": value for name, value in RARE.items()}
-    return {**keys, "Recipe.max_answer_tok": 6 * RARE["keys"], "SamplerConfig.max_context": 96}
+    sizes = {"Recipe.max_answer_tok": 6 * RARE.keys, "SamplerConfig.max_context": 96}
+    return {"KeyRules.keys": RARE.keys, "KeyRules.rooms": RARE.rooms, **sizes}
 
 
 def with_bank(folder: Path, run: Run, rounds: int, rule: int) -> dict[str, list[float]]:
