@@ -144,6 +144,8 @@ class Sampled:
     @staticmethod
     def concatenate(parts: Sequence[Sampled]) -> Sampled:
         """Join the pieces of one answer, in their order."""
+        if len(parts) == 1:
+            return parts[0]
         return Sampled(*(np.concatenate(arrays) for arrays in zip(*map(_ARRAYS, parts), strict=True)))
 
     @staticmethod

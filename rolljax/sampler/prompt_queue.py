@@ -12,15 +12,25 @@ import bisect
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from rolljax.model.vocabulary import TextStream
-from rolljax.sampler.arrays import PrefillChunks
+from rolljax.sampler.arrays import PrefillChunks, ResultTokens
 from rolljax.sampler.engine import Engine, EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES, Node, PageCache
 from rolljax.types import FinishReason, Sampled, SamplingParams
+
+
+class FreshTokens(NamedTuple):
+    """The first `num` tokens in a row of a dispatch's results, which are on the host."""
+
+    out: ResultTokens
+    row: int
+    num: int
+    version: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,6 +52,9 @@ class Request:
     salt: int = 0
     """Added to its tokens where they name keys and values: policies share none."""
     parts: list[Sampled] = dataclasses.field(default_factory=list)
+    """What it has sampled, without `fresh`."""
+    fresh: list[FreshTokens] = dataclasses.field(default_factory=list)
+    """What it has sampled since, where dispatches left it (`gather`)."""
     order: int = -1
     submitted_s: float = 0.0
     started_s: float = 0.0
@@ -75,13 +88,42 @@ class Request:
         """Tokens of the prompt and sampled so far."""
         return len(self.prompt_ids) + self.num_sampled
 
+    def gather(self) -> None:
+        """Turn `fresh` into a part."""
+        if self.fresh:
+            self.parts.append(gathered(self.fresh, self.params.top_logprobs))
+            self.fresh = []
+
     def stream(self) -> np.ndarray:
         """Return the prompt and all tokens sampled so far."""
+        self.gather()
         return np.concatenate([self.prompt_ids, *(p.tokens for p in self.parts)]).astype(np.int32, copy=False)
 
     def cache_key(self, tokens: np.ndarray) -> bytes:
         """Return the name of the keys and values of its policy for these tokens, `TOKEN_BYTES` for each."""
         return (tokens + np.int32(self.salt)).tobytes()
+
+
+def gathered(fresh: Sequence[FreshTokens], top: int) -> Sampled:
+    """Return the tokens of one request from several dispatches. top: likely tokens that it asked for."""
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(out, name)[row, :num] for out, row, num, _ in fresh])
+
+    tokens = joined("tokens")
+    ids, sampler_logp, model_logp = (
+        joined(name)[:, :top] if top else np.zeros((len(tokens), 0), dtype) for name, dtype in _LIKELY
+    )
+    versions = [f.version for f in fresh]
+    if versions[0] == versions[-1]:
+        version = np.full(len(tokens), versions[0], np.int32)
+    else:
+        version = np.repeat(np.array(versions, np.int32), [f.num for f in fresh])
+    logps = joined("sampler_logp"), joined("model_logp")
+    return Sampled(tokens, *logps, version, ids, sampler_logp, model_logp, joined("experts"))
+
+
+_LIKELY = (("top_ids", np.int32), ("top_sampler_logp", np.float32), ("top_model_logp", np.float32))
 
 
 @dataclasses.dataclass(eq=False)

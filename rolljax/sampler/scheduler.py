@@ -15,7 +15,6 @@ import collections
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,12 +25,22 @@ from rolljax.sampler.arrays import Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.drafts import CONTEXT, DraftIndex, Drafts, context
 from rolljax.sampler.engine import EngineWorker
 from rolljax.sampler.pages import TOKEN_BYTES
-from rolljax.sampler.prompt_queue import Capacity, PromptQueue, QueuedPrompt, Request, SamplerLoad, SamplerStats
+from rolljax.sampler.prompt_queue import (
+    Capacity,
+    FreshTokens,
+    PromptQueue,
+    QueuedPrompt,
+    Request,
+    SamplerLoad,
+    SamplerStats,
+)
 from rolljax.sampler.rows import arrange
-from rolljax.types import FinishReason, Sampled
+from rolljax.types import FinishReason
 
 INDEX_EVERY = 64
 """New tokens of a running request that enter the index of drafts together."""
+MOST_FRESH = 16
+"""Dispatches whose results a running request may keep in memory, before it copies its own tokens."""
 FirstTokens = list[tuple[list[Request], ResultTokens]]
 """First tokens sampled by inserts: requests, and the device's results of all slots."""
 
@@ -344,20 +353,28 @@ class Scheduler:
         return min(len(request.prompt_ids) + request.params.max_tokens, self.cfg.max_context) - 1
 
     def _grow(self) -> None:
-        """Give running requests pages for the next dispatch, oldest first; without free pages, evict the youngest."""
-        size = self.cfg.page_size
-        for request in sorted(self._running.values(), key=lambda r: r.queue_key):
-            cache = self._capacity.caches[request.shard]
-            last = min(request.in_cache + self.cfg.most_per_dispatch, self._most_cached(request))
-            held = len(request.nodes) + len(request.pages)
-            needed = -(-last // size) - held
-            while needed > 0 and self._running.get(request.slot) is request:
-                pages = cache.take(needed)
-                if pages is not None:
-                    self._table[request.slot, held : held + len(pages)] = pages
-                    request.pages += pages
-                    break
-                self._reclaim(request.shard)
+        """Give running requests pages for the next dispatch; without free pages oldest first, and evict the
+        youngest."""
+        size, most = self.cfg.page_size, self.cfg.most_per_dispatch
+        wanted: dict[int, list[tuple[Request, int]]] = collections.defaultdict(list)
+        for request in self._running.values():
+            last = min(request.in_cache + most, self._most_cached(request))
+            needed = -(-last // size) - len(request.nodes) - len(request.pages)
+            if needed > 0:
+                wanted[request.shard].append((request, needed))
+        for shard, those in wanted.items():
+            cache = self._capacity.caches[shard]
+            pages = cache.take(sum(needed for _, needed in those))
+            for request, needed in sorted(those, key=lambda x: x[0].queue_key) if pages is None else those:
+                own = pages and [pages.pop() for _ in range(needed)]
+                while not own and self._running.get(request.slot) is request:
+                    own = cache.take(needed)
+                    if own is None:
+                        self._reclaim(shard)
+                if own:
+                    held = len(request.nodes) + len(request.pages)
+                    self._table[request.slot, held : held + needed] = own
+                    request.pages += own
 
     def _reclaim(self, shard: int) -> None:
         """Make room on a shard: release the pages of a waiting prompt, else those of the youngest sequence."""
@@ -466,41 +483,46 @@ class Scheduler:
         ended: dict[Request, FinishReason] = {}
         for requests, tokens in first_tokens:
             first = jax.device_get(tokens)
-            for request in requests:
-                self._collect(request, first, request.slot, ended)
+            self._collect([(r, r.slot) for r in requests], first, ended)
         if out is not None:
-            for request in self._running.values():
-                if request not in ended:
-                    request.in_cache += int(out.valid[request.row])
-                    self._collect(request, out, request.row, ended)
+            running = [r for r in self._running.values() if r not in ended] if ended else self._running.values()
+            counts = np.asarray(out.valid).tolist()
+            for request in running:
+                request.in_cache += counts[request.row]
+            self._collect([(r, r.row) for r in running], out, ended)
         for request, reason in ended.items():
             self._leave_slot(request)
             self._deliver(request, reason)
 
-    def _collect(self, request: Request, out: ResultTokens, row: int, ended: dict[Request, FinishReason]) -> None:
-        n = int(out.valid[row])
-        if not n:
-            return
-        asked = request.params.top_logprobs
-        host: Any = out
-        part = Sampled(
-            host.tokens[row, :n],
-            host.sampler_logp[row, :n],
-            host.model_logp[row, :n],
-            np.full(n, self.version, np.int32),
-            host.top_ids[row, :n, :asked],
-            host.top_sampler_logp[row, :n, :asked],
-            host.top_model_logp[row, :n, :asked],
-            host.experts[row, :n],
-        )
+    def _collect(
+        self, rows: Sequence[tuple[Request, int]], out: ResultTokens, ended: dict[Request, FinishReason]
+    ) -> None:
+        """Give requests the tokens in these rows of a dispatch's results; note the ones that have ended."""
+        counts, done = np.asarray(out.valid).tolist(), np.asarray(out.done).tolist()
+        for request, row in rows:
+            n = counts[row]
+            if not n:
+                continue
+            if not request.started_s:
+                request.started_s = time.perf_counter()
+            request.fresh.append(FreshTokens(out, row, n, self.version))
+            request.num_sampled += n
+            self.stats.sampled_tok += n
+            reads = bool(request.params.stop or request.on_tokens or self._drafts)
+            if not (reads or done[row] or len(request.fresh) == MOST_FRESH):
+                continue
+            request.gather()
+            if reason := (self._read(request) if reads else self._reason(request)):
+                ended[request] = reason
+
+    def _read(self, request: Request) -> FinishReason | None:
+        """Show the newest part of a request to all who read it as it comes; return why the request has ended."""
+        part = request.parts[-1]
         kept = self._until_stop_text(request, part.tokens)
         if kept is not None:
-            part = part[:kept]
-        if not request.started_s:
-            request.started_s = time.perf_counter()
-        request.parts.append(part)
-        request.num_sampled += len(part)
-        self.stats.sampled_tok += len(part)
+            request.num_sampled -= len(part) - kept
+            self.stats.sampled_tok -= len(part) - kept
+            part = request.parts[-1] = part[:kept]
         if self._drafts:
             before = context(request.stream()[: -len(part)]) if request.recent is None else request.recent
             request.recent = np.concatenate([before, part.tokens])
@@ -509,9 +531,7 @@ class Scheduler:
                 request.recent = request.recent[-CONTEXT:]
         if request.on_tokens:
             request.on_tokens(part)
-        reason = "stop" if kept is not None else self._reason(request)
-        if reason:
-            ended[request] = reason
+        return "stop" if kept is not None else self._reason(request)
 
     def _reason(self, request: Request) -> FinishReason | None:
         """Return the reason why a request has ended; None if it runs."""
@@ -528,7 +548,7 @@ class Scheduler:
         if request.text is None:
             assert self._vocabulary is not None
             request.text = TextStream(self._vocabulary.decoder(request.prompt_ids), request.params.stop)
-            for part in request.parts:
+            for part in request.parts[:-1]:
                 request.text.add(part.tokens, last=False)
         for n, token in enumerate(new.tolist(), 1):
             request.text.add([token], last=False)
@@ -564,5 +584,6 @@ class Scheduler:
         self._held_until_s = now
 
     def _deliver(self, request: Request, reason: FinishReason) -> None:
+        request.gather()
         self.stats.finished += 1
         request.deliver(request, reason)
