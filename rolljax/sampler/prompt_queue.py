@@ -70,6 +70,8 @@ class Request:
     """Its row in the current dispatch."""
     in_cache: int = 0
     """Leading tokens of its stream whose keys and values are in its pages."""
+    most_cached: int = 0
+    """The same if it runs to its end: all tokens but the last."""
     recent: np.ndarray | None = None
     """Its last tokens, from `drafts.CONTEXT` before the first that is not in the index of drafts. None: the token that
     it sampled last is not known here yet."""

@@ -39,7 +39,7 @@ from rolljax.types import FinishReason
 
 INDEX_EVERY = 64
 """New tokens of a running request that enter the index of drafts together."""
-MOST_FRESH = 16
+MOST_FRESH = 32
 """Dispatches whose results a running request may keep in memory, before it copies its own tokens."""
 FirstTokens = list[tuple[list[Request], ResultTokens]]
 """First tokens sampled by inserts: requests, and the device's results of all slots."""
@@ -127,6 +127,8 @@ class Scheduler:
         self.stats.prompt_tok += len(request.prompt_ids)
         request.num_sampled = sum(len(p) for p in request.parts)
         request.salt = self._salts.get(request.adapter, 0)
+        whole = min(len(request.prompt_ids) + request.params.max_tokens, self.cfg.max_context)
+        request.most_cached = whole - 1
         reason = self._reason(request)
         if reason:
             self._deliver(request, reason)
@@ -311,7 +313,7 @@ class Scheduler:
     def _pages_to_begin(self, request: Request, prompt: QueuedPrompt) -> list[int] | None:
         """Return the pages for a request's first dispatch, without the full pages of its prompt; None if there are too
         few."""
-        last = min(request.length + self.cfg.most_per_dispatch, self._most_cached(request))
+        last = min(request.length + self.cfg.most_per_dispatch, request.most_cached)
         needed = max(-(-last // self.cfg.page_size) - len(prompt.nodes), int(prompt.tail is not None))
         return self._capacity.take_pages(prompt.shard, needed)
 
@@ -341,16 +343,12 @@ class Scheduler:
         if prompt.tail is not None:
             inserts.copy_from[slot], inserts.copy_to[slot] = prompt.tail.page, request.pages[0]
         inserts.length[slot] = len(prompt.tokens)
-        inserts.max_tokens[slot] = self._most_cached(request) + 1 - request.length
+        inserts.max_tokens[slot] = request.most_cached + 1 - request.length
         distribution.temperature[slot], distribution.top_k[slot] = params.temperature, params.top_k
         distribution.top_p[slot], distribution.min_p[slot] = params.top_p, params.min_p
         inserts.address[slot, : len(request.address)] = request.address
         inserts.stop[slot, : len(params.stop_ids)] = params.stop_ids
         inserts.adapter[slot] = request.adapter
-
-    def _most_cached(self, request: Request) -> int:
-        """Return the number of tokens of a sequence that enter the cache if it runs to its end: all but the last."""
-        return min(len(request.prompt_ids) + request.params.max_tokens, self.cfg.max_context) - 1
 
     def _grow(self) -> None:
         """Give running requests pages for the next dispatch; without free pages oldest first, and evict the
@@ -358,7 +356,7 @@ class Scheduler:
         size, most = self.cfg.page_size, self.cfg.most_per_dispatch
         wanted: dict[int, list[tuple[Request, int]]] = collections.defaultdict(list)
         for request in self._running.values():
-            last = min(request.in_cache + most, self._most_cached(request))
+            last = min(request.in_cache + most, request.most_cached)
             needed = -(-last // size) - len(request.nodes) - len(request.pages)
             if needed > 0:
                 wanted[request.shard].append((request, needed))
@@ -466,7 +464,7 @@ class Scheduler:
             return None
         running = self._running.values()
         tails = [context(np.zeros(0, np.int32)) if r.recent is None else r.recent[-CONTEXT:] for r in running]
-        room = [0 if r.recent is None else self._most_cached(r) - r.in_cache - 1 for r in running]
+        room = [0 if r.recent is None else r.most_cached - r.in_cache - 1 for r in running]
         return self._drafts.propose(np.stack(tails), np.array(room), self._pace.cost())
 
     def _variant(self, requests: Iterable[Request]) -> tuple[bool, bool]:
