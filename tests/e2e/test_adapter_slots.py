@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,11 @@ CFG = Qwen3Config(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=12, ffn_
 SETTINGS = SamplerConfig(
     slots=6, max_context=96, page_size=8, prefill_chunk=32, steps_per_dispatch=4, prefix_match="any"
 )
-SLOTS = LoraSlots(num=3, rank=4, alpha=6.0)
+SLOTS = LoraSlots(num=8, rank=4, alpha=6.0)
+EXTRA = SLOTS.num
+"""Index of an adapter more than there are slots."""
+NUM = 10
+"""Requests."""
 PARAMS = SamplingParams(max_tokens=24)
 PROMPT = np.arange(3, 30, dtype=np.int32)
 
@@ -34,20 +39,23 @@ def base():
 
 @pytest.fixture(scope="module")
 def adapters(base):
-    """Return four adapters of rank 4 whose tokens differ."""
+    """Return adapters of rank 4 whose tokens differ, one for each slot and one more."""
     plain = Model(CFG)
     rng, made = np.random.default_rng(0), []
-    for k in range(4):
+    for k in range(SLOTS.num + 1):
         fresh = Lora(rank=4, alpha=6.0).init(k, plain.axes(), plain.abstract())["layers"]
         made.append({"layers": {n: x + 0.2 * rng.normal(size=x.shape).astype(np.float32) for n, x in fresh.items()}})
     return made
 
 
+@functools.cache
+def engine(model):
+    return Engine(model, SETTINGS, MeshSpec().build(jax.devices()[:1]), SLOT_AXES)
+
+
 @contextlib.contextmanager
 def opened(model, params):
-    sampler = Sampler(
-        Engine(model, SETTINGS, MeshSpec().build(jax.devices()[:1]), SLOT_AXES), params, 0, longest_prompt=0
-    )
+    sampler = Sampler(engine(model), params, 0, longest_prompt=0)
     try:
         yield sampler
     finally:
@@ -58,7 +66,7 @@ def opened(model, params):
 def shared(base):
     model = Model(CFG, lora=SLOTS.lora)
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract())
-    with opened(model, SlottedAdapters(Base(base, {}), wide, jnp.zeros(3))) as sampler:
+    with opened(model, SlottedAdapters(Base(base, {}), wide, jnp.zeros(SLOTS.num))) as sampler:
         yield sampler
 
 
@@ -72,7 +80,7 @@ async def load(sampler, slot, adapter):
 
 def requests():
     """Return prompts, some of them equal or prefixes of others, and addresses."""
-    return [(PROMPT[: 27 - 5 * (i % 3)], (7, i // 3)) for i in range(6)]
+    return [(PROMPT[: 27 - 5 * (i % 3)], (7, i // 3)) for i in range(NUM)]
 
 
 async def sampled(sampler, prompts, adapters):
@@ -93,7 +101,7 @@ def alone(base, adapters):
         with opened(Model(CFG), merged) as sampler:
 
             async def run(sampler=sampler):
-                return await sampled(sampler, requests(), [-1] * 6), await sampler.score(PROMPT)
+                return await sampled(sampler, requests(), [-1] * NUM), await sampler.score(PROMPT)
 
             found[k] = asyncio.run(run())
     return found
@@ -106,13 +114,13 @@ def check(found, wanted):
 
 def test_policies_sampled_together_and_one_after_the_other(shared, adapters, alone):
     async def run():
-        for slot in range(3):
+        for slot in range(SLOTS.num):
             await load(shared, slot, adapters[slot])
-        mixed = [i % 4 - 1 for i in range(6)]  # -1, 0, 1, 2, -1, 0
-        for found, i, slot in zip(await sampled(shared, requests(), mixed), range(6), mixed, strict=True):
+        mixed = [i % (SLOTS.num + 1) - 1 for i in range(NUM)]  # the base, and every policy
+        for found, i, slot in zip(await sampled(shared, requests(), mixed), range(NUM), mixed, strict=True):
             check(found, alone[slot][0][i])
-        for slot in (-1, 2, 0, 1):  # the same prompts: no policy may find the keys and values of another
-            for found, wanted in zip(await sampled(shared, requests(), [slot] * 6), alone[slot][0], strict=True):
+        for slot in (-1, 2, 0, 7, 1):  # the same prompts: no policy may find the keys and values of another
+            for found, wanted in zip(await sampled(shared, requests(), [slot] * NUM), alone[slot][0], strict=True):
                 check(found, wanted)
 
     asyncio.run(run())
@@ -122,13 +130,13 @@ def test_policies_sampled_together_and_one_after_the_other(shared, adapters, alo
 
 def test_a_slot_gets_another_adapter_while_others_sample(shared, adapters, alone):
     async def run():
-        for slot in range(3):
+        for slot in range(SLOTS.num):
             await load(shared, slot, adapters[slot])
-        await sampled(shared, requests(), [0] * 6)  # keys and values of the slot's first adapter are cached
-        under_way = asyncio.ensure_future(sampled(shared, requests(), [2] * 6))
+        await sampled(shared, requests(), [0] * NUM)  # keys and values of the slot's first adapter are cached
+        under_way = asyncio.ensure_future(sampled(shared, requests(), [2] * NUM))
         await asyncio.sleep(0)
-        await load(shared, 0, adapters[3])
-        for found, wanted in zip(await sampled(shared, requests(), [0] * 6), alone[3][0], strict=True):
+        await load(shared, 0, adapters[EXTRA])
+        for found, wanted in zip(await sampled(shared, requests(), [0] * NUM), alone[EXTRA][0], strict=True):
             check(found, wanted)
         for found, wanted in zip(await under_way, alone[2][0], strict=True):
             check(found, wanted)
@@ -157,9 +165,9 @@ def test_cached_keys_of_older_adapters_are_forgotten_when_their_names_run_out(sh
         monkeypatch.setattr(
             scheduler, "_salts", {0: np.iinfo(np.int32).max // CFG.vocab_size * CFG.vocab_size - CFG.vocab_size}
         )
-        for k in (3, 0, 3, 2):
+        for k in (EXTRA, 0, EXTRA, 2):
             await load(shared, 1, adapters[k])
-            for found, wanted in zip(await sampled(shared, requests(), [1] * 6), alone[k][0], strict=True):
+            for found, wanted in zip(await sampled(shared, requests(), [1] * NUM), alone[k][0], strict=True):
                 check(found, wanted)
         assert max(v for s, v in scheduler._salts.items() if s == 1) < 10 * CFG.vocab_size
 

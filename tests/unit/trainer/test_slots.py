@@ -22,7 +22,7 @@ FAMILIES = {
     "qwen3": Qwen3Config(**SHAPE),
     "gemma3": Gemma3Config(**SHAPE, sliding_window=5, global_every=2),  # logits with a cap are another path
 }
-SLOTS = LoraSlots(num=3, rank=4, alpha=6.0)
+SLOTS = LoraSlots(num=8, rank=4, alpha=6.0)
 LORAS = (Lora(rank=4, alpha=6.0), Lora(rank=2, alpha=6.0), Lora(rank=3, alpha=6.0, targets=("q", "down")))
 
 
@@ -45,9 +45,9 @@ def noisy(state, seed):
     return dataclasses.replace(state, adapters={"layers": layers})
 
 
-def policies(one):
-    """Return the states of three policies of different ranks and maps."""
-    return [noisy(one.new_policy(lora, seed=k), k) for k, lora in enumerate(LORAS)]
+def policies(one, num=3):
+    """Return the states of policies of different ranks and maps."""
+    return [noisy(one.new_policy(LORAS[k % len(LORAS)], seed=k), k) for k in range(num)]
 
 
 def loaded(one, states):
@@ -147,8 +147,9 @@ def alone(one, params, state, examples):
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_policies_that_share_rows_get_what_each_would_get_alone(family):
     one, params = trainer(family)
-    states = policies(one)
-    examples = [example(i % 3, LOSSES[i % 5], size, i) for i, size in enumerate((5, 40, 17, 5, 90, 17, 40))]
+    states = policies(one, SLOTS.num)
+    sizes = (5, 40, 17, 5, 90, 17, 40, 5, 40)
+    examples = [example(i % SLOTS.num, LOSSES[i % 5], size, i) for i, size in enumerate(sizes)]
     slots, outputs = one.forward_backward(loaded(one, states), examples)
     for k, state in enumerate(states):
         mine = [i for i, e in enumerate(examples) if e.slot == k]
