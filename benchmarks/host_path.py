@@ -38,6 +38,7 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
+from rolljax.model.vocabulary import Vocabulary
 from rolljax.rollout.episodes import Rollouts, SamplerPolicy
 from rolljax.sampler.arrays import Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.client import Sampler
@@ -105,12 +106,13 @@ class FreeWorker(EngineWorker):
         return ResultTokens(ids, logp, logp, none.astype(np.int32), none, none, experts, valid, left == 0)  # type: ignore[arg-type]
 
 
-def free_sampler(slots: int, max_context: int, end_id: int = -1) -> Sampler:
+def free_sampler(slots: int, max_context: int, end_id: int = -1, vocabulary: Vocabulary | None = None) -> Sampler:
     """Return a sampler whose engine costs nothing; the model is as small as can be."""
     model = Model(Qwen3Config(num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, ffn_size=16))
     cfg = SamplerConfig(slots=slots, max_context=max_context, prefill_chunk=4096, steps_per_dispatch=16)
     engine = Engine(model, cfg, MeshSpec().build(jax.devices()[:1]), BATCH_AXES)
-    return Sampler(engine, None, 0, longest_prompt=0, worker=FreeWorker(engine, end_id))
+    worker = FreeWorker(engine, end_id)
+    return Sampler(engine, None, 0, longest_prompt=0, worker=worker, vocabulary=vocabulary)
 
 
 # ---- the time of each thread ----------------------------------------------------------------------------------------
