@@ -3,9 +3,9 @@
     python benchmarks/serving_apis.py                # a table, about two minutes
 
 The engine costs nothing (`host_path.FreeWorker`), so that what is measured is the server: HTTP, reading a request, the
-chat template, tokens to text, writing an answer. The client is a process of its own. All APIs are asked in turn, several
-times; each figure is the median, and ratios are to `/v1/completions` of the same run. At the end 500 streams of each
-API are open at the same time.
+chat template, tokens to text, writing an answer. The client is a process of its own. All APIs are asked in turn,
+several times; each figure is the median, and ratios are to `/v1/completions` of the same run. At the end 500 streams of
+each API are open at the same time.
 """
 
 from __future__ import annotations

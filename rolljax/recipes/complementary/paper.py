@@ -9,8 +9,7 @@ REPRODUCTION = Reproduction(
     name="Complementary RL",
     claim="an agent and its memory of experience learn together",
     there="10 % better; .82 and .78 of two tasks, before .75",
-    here="with an experience .9 of doors opened after 18, 24, 34 rounds, no bank at most .53 in 27 to 50; untrained extractor .36 "
-    "to .43",
+    here="with an experience .9 of doors opened after 18, 24, 34 rounds, without a bank at most .53 in 27 to 50",
     state="partly",
     seeds=3,
     config="complementary/actor",
