@@ -173,12 +173,12 @@ class DensePath:
                 shared_BTS = (index_S < reading.before[:, None])[:, None] & inside(window, query_BT, index_S[None])
                 parts.append((shared_keys, shared_values, shared_BTS))
             q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
-            q, scores = q.reshape(B, K, -1, C) * C**-0.5, []
+            q, scores = q.reshape(B, K, -1, C), []
             for k, _, seen in parts:
                 x = jnp.einsum("bkxc,bkcs->bkxs", by_block(q, len(k)), k, preferred_element_type=jnp.float32)
                 seen = seen.reshape(len(k), 1, -1, 1, *seen.shape[1:])
                 apart = x.reshape(len(k), K, -1, H // K, *seen.shape[4:])
-                scores.append(jnp.where(seen, apart, NEG).reshape(x.shape))
+                scores.append(jnp.where(seen, apart * C**-0.5, NEG).reshape(x.shape))
             largest = functools.reduce(jnp.maximum, [by_row(jnp.max(x, axis=3), B) for x in scores])
             total, mixed = jnp.zeros_like(largest), jnp.zeros(q.shape)
             for x, (_, v, _) in zip(scores, parts, strict=True):
