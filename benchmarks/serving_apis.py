@@ -1,4 +1,4 @@
-"""Requests per second and time to the first token of every API that the server speaks, beside plain completions.
+"""Requests per second and time to the first token of every API that the server speaks, compared with completions.
 
     python benchmarks/serving_apis.py                # a table, about two minutes
 
@@ -27,9 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 TOKENS, CONTEXT, SLOTS = 32, 256, 512
-CHAT = {"messages": [{"role": "user", "content": "Say something about the number 12."}], "max_tokens": TOKENS}
+WARM_UPS = 8
+"""Requests that the client sends before it begins to measure."""
+ASKED = "Say something about the number 12."
+CHAT = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": TOKENS}
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"model": "tiny", "prompt": "Say something about the number 12.", "max_tokens": TOKENS},
+    "/v1/completions": {"model": "tiny", "prompt": ASKED, "max_tokens": TOKENS},
     "/v1/chat/completions": {"model": "tiny", **CHAT},
     "/v1/responses": {"model": "tiny", "input": CHAT["messages"], "max_output_tokens": TOKENS},
     "/v1/messages": {"model": "tiny", **CHAT},
@@ -58,7 +61,7 @@ async def ask(url: str, path: str, num: int, at_once: int, stream: bool) -> dict
             firsts.append(first)
 
     async with httpx2.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-        await asyncio.gather(*(one(client) for _ in range(min(at_once, 8))))
+        await asyncio.gather(*(one(client) for _ in range(WARM_UPS)))
         firsts.clear()
         start = time.perf_counter()
         await asyncio.gather(*(one(client) for _ in range(num)))
@@ -75,7 +78,7 @@ def measured(running: Any, path: str, num: int, at_once: int, stream: bool) -> d
         subprocess.run([sys.executable, __file__, "--client", work], capture_output=True, check=True).stdout
     )
     spent = sum(v - before.get(k, 0.0) for k, v in cpu_s().items())
-    return {**found, "cpu_us": 1e6 * spent / (num + min(at_once, 8))}
+    return {**found, "cpu_us": 1e6 * spent / (num + WARM_UPS)}
 
 
 def main() -> None:
@@ -112,10 +115,10 @@ def main() -> None:
         median = lambda path, kind, name: statistics.median(row[name] for row in found[path, kind])  # noqa: E731
         print("| API | requests/s | streams/s | server, us | stream, us | first token, ms | 500 streams at once, s |")
         print("|---|---|---|---|---|---|---|")
+        rates = {p: [args.requests / median(p, kind, "seconds") for kind in ("whole", "stream")] for p in BODIES}
         for path in BODIES:
-            rates = [args.requests / median(path, kind, "seconds") for kind in ("whole", "stream")]
-            base = [args.requests / median("/v1/completions", kind, "seconds") for kind in ("whole", "stream")]
-            shown = [f"{rate:.0f} ({rate / plain:.2f}x)" for rate, plain in zip(rates, base, strict=True)]
+            pairs = zip(rates[path], rates["/v1/completions"], strict=True)
+            shown = [f"{rate:.0f} ({rate / plain:.2f}x)" for rate, plain in pairs]
             cpu = [f"{median(path, kind, 'cpu_us'):.0f}" for kind in ("whole", "stream")]
             first = 1e3 * median(path, "alone", "first_s")
             print(f"| `{path}` | {' | '.join(shown)} | {' | '.join(cpu)} | {first:.1f} | {many[path]:.2f} |")

@@ -33,32 +33,35 @@ class DecodeRows:
 
 
 def arrange(
-    running: Mapping[int, Request], table: np.ndarray, engine: Engine, num_rows: int, *, cascade: bool
+    running: Mapping[int, Request],
+    busy: Sequence[Sequence[int]],
+    table: np.ndarray,
+    engine: Engine,
+    num_rows: int,
+    *,
+    cascade: bool,
 ) -> DecodeRows:
     """Assign rows to the running requests.
 
     Args:
-      running: by slot. table: `[slots, W]`, pages of each slot. num_rows: of each batch shard. cascade: whether blocks
-        may be made.
+      running: by slot. busy: their slots on each batch shard. table: `[slots, W]`, pages of each slot.
+      num_rows: of each batch shard. cascade: whether blocks may be made.
     """
-    cfg, n = engine.cfg, engine.num_shards
-    each = cfg.slots // n
-    by_shard = [[slot for slot in running if slot // each == shard] for shard in range(n)]
-    longest = max(r.in_cache for r in running.values()) + cfg.most_per_dispatch
-    if cascade and (found := _blocks(running, table, engine, num_rows, by_shard, longest)):
+    longest = max(r.in_cache for r in running.values()) + engine.cfg.most_per_dispatch
+    if cascade and (found := _blocks(running, busy, table, engine, num_rows, longest)):
         return found
-    slots = np.full((n, num_rows), -1, np.int32)
-    for own, those in zip(slots, by_shard, strict=True):
+    slots = np.full((len(busy), num_rows), -1, np.int32)
+    for own, those in zip(slots, busy, strict=True):
         own[: len(those)] = those
     return DecodeRows(slots.ravel(), table[slots.ravel(), : engine.width(longest)])
 
 
 def _blocks(
     running: Mapping[int, Request],
+    busy: Sequence[Sequence[int]],
     table: np.ndarray,
     engine: Engine,
     num_rows: int,
-    by_shard: Sequence[Sequence[int]],
     longest: int,
 ) -> DecodeRows | None:
     """Return rows in blocks; None if too little would be saved. longest: tokens of a row after the dispatch."""
@@ -67,9 +70,9 @@ def _blocks(
     if not engine.cascades or num_rows % BLOCK or all(len(r.nodes) < depth for r in running.values()):
         return None
     held = {slot: len(request.nodes) for slot, request in running.items()}  # full pages, never written again
-    slots = np.full((len(by_shard), num_rows // BLOCK, BLOCK), -1, np.int32)
+    slots = np.full((len(busy), num_rows // BLOCK, BLOCK), -1, np.int32)
     pages = np.zeros(slots.shape[:2], np.int32)
-    for shard, own in enumerate(by_shard):
+    for shard, own in enumerate(busy):
         groups: dict[int, list[int]] = {}
         for slot in own:  # whoever shares this page shares all before it
             groups.setdefault(int(table[slot, depth - 1]) if held[slot] >= depth else -1, []).append(slot)
@@ -88,11 +91,8 @@ def _blocks(
     most_shared = int(pages.max()) * size
     if longest_own + most_shared / BLOCK > (1 - LEAST_SAVED) * longest:
         return None
-    padded = np.pad(table, ((0, 0), (0, table.shape[1])), constant_values=-1)
-    shared = np.where(
-        np.arange(engine.width(most_shared)) < pages.reshape(-1, 1),
-        table[slots[:, :, 0].ravel(), : engine.width(most_shared)],
-        -1,
-    )
-    own_table = padded[slot_S[:, None], skipped[:, None] + np.arange(engine.width(longest_own))]
-    return DecodeRows(slot_S, own_table, shared)
+    width = engine.width(most_shared)
+    shared = np.where(np.arange(width) < pages.reshape(-1, 1), table[slots[:, :, 0].ravel(), :width], -1)
+    padded = np.pad(table[slot_S], ((0, 0), (0, table.shape[1])), constant_values=-1)
+    columns = skipped[:, None] + np.arange(engine.width(longest_own))
+    return DecodeRows(slot_S, np.take_along_axis(padded, columns, axis=1), shared)

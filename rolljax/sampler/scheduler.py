@@ -417,12 +417,13 @@ class Scheduler:
 
     def _dispatch(self) -> ResultTokens:
         start = time.perf_counter()
-        each = self._capacity.slots_per_shard
-        most_running = max(collections.Counter(slot // each for slot in self._running).values())
+        n, each = self.engine.num_shards, self._capacity.slots_per_shard
+        busy = [[slot for slot in self._running if slot // each == shard] for shard in range(n)]
+        most_running = max(map(len, busy))
         drafts = self._draft(most_running)
         row_counts = self.engine.verify_rows if drafts else self.engine.row_counts
         num_rows = next(r for r in row_counts if r >= most_running)
-        rows = arrange(self._running, self._table, self.engine, num_rows, cascade=not drafts)
+        rows = arrange(self._running, busy, self._table, self.engine, num_rows, cascade=not drafts)
         for row, slot in enumerate(rows.slot.tolist()):
             if slot >= 0:
                 self._running[slot].row = row
@@ -481,21 +482,26 @@ class Scheduler:
         ended: dict[Request, FinishReason] = {}
         for requests, tokens in first_tokens:
             first = jax.device_get(tokens)
-            self._collect([(r, r.slot) for r in requests], first, ended)
+            self._collect([(r, r.slot) for r in requests], first, ended, decoded=False)
         if out is not None:
             running = [r for r in self._running.values() if r not in ended] if ended else self._running.values()
-            counts = np.asarray(out.valid).tolist()
-            for request in running:
-                request.in_cache += counts[request.row]
-            self._collect([(r, r.row) for r in running], out, ended)
+            self._collect([(r, r.row) for r in running], out, ended, decoded=True)
         for request, reason in ended.items():
             self._leave_slot(request)
             self._deliver(request, reason)
 
     def _collect(
-        self, rows: Sequence[tuple[Request, int]], out: ResultTokens, ended: dict[Request, FinishReason]
+        self,
+        rows: Sequence[tuple[Request, int]],
+        out: ResultTokens,
+        ended: dict[Request, FinishReason],
+        *,
+        decoded: bool,
     ) -> None:
-        """Give requests the tokens in these rows of a dispatch's results; note the ones that have ended."""
+        """Give requests the tokens in these rows of a dispatch's results; note the ones that have ended.
+
+        decoded: whether decode steps sampled them; each of these steps puts a token into the cache.
+        """
         counts, done = np.asarray(out.valid).tolist(), np.asarray(out.done).tolist()
         for request, row in rows:
             n = counts[row]
@@ -505,6 +511,8 @@ class Scheduler:
                 request.started_s = time.perf_counter()
             request.fresh.append(FreshTokens(out, row, n, self.version))
             request.num_sampled += n
+            if decoded:
+                request.in_cache += n
             self.stats.sampled_tok += n
             reads = bool(request.params.stop or request.on_tokens or self._drafts)
             if not (reads or done[row] or len(request.fresh) == MOST_FRESH):
