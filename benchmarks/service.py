@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.model.decoder import Model
+from rolljax.model.decoder import Model, Params
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.model.lora import Base, Lora, LoraSlots, SlottedAdapters
+from rolljax.model.lora import Lora, LoraSlots, SlottedAdapters
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
@@ -41,7 +41,7 @@ def seconds(run: Callable[[], None], times: int) -> float:
     return statistics.median(found)
 
 
-def training(model: Model, base: Base, slots: LoraSlots, times: int) -> float:
+def training(model: Model, base: Params, slots: LoraSlots, times: int) -> float:
     """Return the seconds of a step of all policies: losses and gradients of `ROWS` examples, and each one's update."""
     trainer = SlotTrainer(MeshSpec().build(), model, base, slots, 128)
     states = trainer.empty()
@@ -61,7 +61,7 @@ def training(model: Model, base: Base, slots: LoraSlots, times: int) -> float:
     return seconds(step, times)
 
 
-def sampling(model: Model, base: Base, slots: LoraSlots, times: int) -> float:
+def sampling(model: Model, base: Params, slots: LoraSlots, times: int) -> float:
     """Return the seconds of `ROWS` answers of 64 tokens."""
     wide = jax.tree.map(lambda x: 0.01 * jnp.ones(x.shape, x.dtype), model.abstract())
     settings = SamplerConfig(slots=ROWS, max_context=128)
@@ -94,7 +94,7 @@ def main() -> None:
     for num in (1, NUM):
         slots = LoraSlots(num=num, rank=RANK)
         model = Model(cfg, lora=slots.lora)
-        base = Base(jax.jit(lambda model=model: model.plain.init(0))(), {})
+        base = jax.jit(lambda model=model: model.plain.init(0))()
         row[f"train_{num}_s"] = training(model, base, slots, args.times)
         row[f"sample_{num}_s"] = sampling(model, base, slots, args.times)
     row |= {f"{what}_ratio": row[f"{what}_{NUM}_s"] / row[f"{what}_1_s"] for what in ("train", "sample")}

@@ -197,12 +197,13 @@ class Plan:
         from rolljax.aot import chips
         from rolljax.aot.transfer import Push
         from rolljax.cluster.deltas import expected_bytes
-        from rolljax.trainer.publish import sampler_weights
+        from rolljax.trainer.publish import stacked_weights
 
         if self.sampler is None or self.sampler_topology is None or self.sampler_mesh is None:
             return None
         model = self.resolved.model
-        arrays = jax.tree.leaves(model.abstract() if model.lora else sampler_weights(model, self.resolved.mesh)[0])
+        sent = model.abstract() if model.lora else stacked_weights(model, self.resolved.mesh, fsdp=True)[0]
+        arrays = jax.tree.leaves(sent)
         full = sum(x.size * x.dtype.itemsize for x in arrays)
         delta = sum(expected_bytes(x.size, x.dtype.itemsize, CHANGED_FRAC) for x in arrays)
         sent_s = self.resolved.mesh.size * self.chip.dcn_bytes_s

@@ -264,7 +264,8 @@ def load(
     else:
         tokenizer = load_tokenizer(folder)
         chat = Chat.of(tokenizer, chat_template or "") if chat_template or tokenizer.chat_template else None
-    decoder, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=tensor).build()
+    mesh = MeshSpec(tensor=tensor).build()
+    decoder = Model(cfg, dtype, lora=lora, int8_sampler=sampler.quantization == "int8")
     sampler = read_sizes(sizes, sampler, cfg, of_run=bool(run))
     name = name or Path(folder).resolve().name
     served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sampler.max_context)

@@ -30,7 +30,7 @@ from rolljax.aot.chips import Chip
 from rolljax.aot.report import GIB, Memory, ProgramReport, time_of
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
-from rolljax.model.lora import Adapted, Base
+from rolljax.model.lora import Adapted
 from rolljax.model.moe import SLACK
 from rolljax.sampler.arrays import Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
@@ -39,7 +39,15 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, batch_shardings, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
-from rolljax.trainer.publish import Reshard, adapted_weights, copied, in_own_parts, make_write, takes_parts
+from rolljax.trainer.publish import (
+    Reshard,
+    adapted_weights,
+    copied,
+    in_own_parts,
+    make_write,
+    stacked_weights,
+    takes_parts,
+)
 
 Sizes = Mapping[str, float]
 """Bytes of one device by purpose."""
@@ -150,14 +158,13 @@ def device_bytes(tree: Any, *, host: bool = False) -> float:
 
 
 def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
-    """Return the shapes of a plain decoder's parameters, matrices in the compute dtype; fsdp: see `param_shardings`."""
-    plain = model.plain
-    shapes = jax.eval_shape(plain.computed, plain.abstract())
-    return placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp))
+    """Return the shapes of a plain decoder's parameters, matrices in the compute dtype; without `fsdp` (see
+    `param_shardings`) as the sampler computes with them."""
+    return placed(*stacked_weights(model, mesh, fsdp=fsdp))
 
 
 def reference_shapes(
-    mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None
+    mesh: Mesh, model: Model, algorithm: Algorithm, base: Params | None
 ) -> dict[str, tuple[Model, Params]]:
     """Return the shapes of an algorithm's reference policies by source (`run.reference_policies`).
 
@@ -382,7 +389,7 @@ class SamplerShapes:
         parts = in_own_parts(self.engine.mesh, model)
         if model.lora:
             return placed(*adapted_weights(model, parts))
-        return computed_params(parts, model) if takes_parts(self.engine.mesh) else self.params
+        return computed_params(parts, model) if takes_parts(self.engine.mesh, model) else self.params
 
     def remote_programs(self, model: Model) -> Iterator[Program]:
         """Return all programs of a sampler in another process, which fetches weights while it decodes."""

@@ -117,11 +117,12 @@ class _Loaded:
         shape, self.holders = hf.read_config(folder), 0
         cfg.check_shape(shape)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        model = Model(shape, cfg.dtype or ("float32" if on_cpu else "bfloat16"))
+        dtype: Dtype = cfg.dtype or ("float32" if on_cpu else "bfloat16")
+        model = Model(shape, dtype, int8_sampler=cfg.sampler.quantization == "int8")
         self.chat = Chat(load_tokenizer(str(folder)))
         engine = Engine(model, cfg.sampler, mesh, SLOT_AXES)
         params = hf.load(folder, model, _shardings(model, mesh), computed=True)
-        self.sampler = Sampler(engine, params, 0, vocabulary=self.chat.vocabulary, longest_prompt=0)
+        self.sampler = Sampler(engine, model.sampled(params), 0, vocabulary=self.chat.vocabulary, longest_prompt=0)
 
 
 def _shardings(model: Model, mesh: Mesh) -> Params:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rolljax.concurrency.waits import Watchdog
-    from rolljax.model.decoder import Dtype, Model
-    from rolljax.model.lora import Base, LoraSlots, SlottedAdapters
+    from rolljax.model.decoder import Dtype, Model, Params
+    from rolljax.model.lora import LoraSlots, SlottedAdapters
     from rolljax.service.server import TrainingService
     from rolljax.service.training import TrainingWorker
 
@@ -245,7 +245,7 @@ def check_base(folder: Path, model: str, name: str) -> None:
         )
 
 
-def empty_adapters(model: Model, mesh: Mesh, base: Base, slots: LoraSlots) -> SlottedAdapters:
+def empty_adapters(model: Model, mesh: Mesh, base: Params, slots: LoraSlots) -> SlottedAdapters:
     """Return the sampler's weights without an adapter in any slot."""
     import jax
     import jax.numpy as jnp

@@ -27,7 +27,7 @@ from rolljax.model.folder import Folder, Multimodal, Tensor
 from rolljax.model.gather import embedded
 from rolljax.model.implementations import Implementation
 from rolljax.model.layers import ExpertRouting, Layers, param, rms_norm
-from rolljax.model.lora import Adapted, Base, Lora, merged
+from rolljax.model.lora import Adapted, Lora, int8_axes, int8_maps, merged
 from rolljax.model.moe import Routing
 from rolljax.model.prefixes import Prefixes
 
@@ -290,6 +290,8 @@ class Model:
     adapters together with the frozen base weights (`full_params`)."""
     prefixes: Prefixes | None = None
     """Vectors of the token ids from `vocab_size` on, which only prompts contain; None: there are none."""
+    int8_sampler: bool = False
+    """Whether the sampler's copy of the weights has int8 linear maps (`sampled`)."""
 
     def init(self, seed: int) -> Params:
         """Return random parameters, a nested dict of float32 arrays."""
@@ -321,11 +323,13 @@ class Model:
             params, beside = params.parts()
         graph, state = self._empty()
         apart = Apart(params["layers"]) if isinstance(params["layers"], list) else None
-        nnx.replace_by_pure_dict(state, {**params, "layers": apart.layers[0]} if apart else params)
+        layers, known = apart.layers[0] if apart else params["layers"], state["layers"]
+        beside |= {name: x for name, x in layers.items() if name not in known}
+        own = {name: x for name, x in layers.items() if name in known}
+        nnx.replace_by_pure_dict(state, {**params, "layers": own})
         decoder = nnx.merge(graph, state)
         decoder.apart = apart
-        if self.lora:
-            decoder.layers.extend(beside, self.lora.factor)
+        decoder.layers.extend(beside, self.lora.factor if self.lora else 0.0)
         return decoder
 
     @property
@@ -347,7 +351,18 @@ class Model:
             is_matrix = sum(name != "layers" for name in names) > 1
             return value.astype(self.dtype) if is_matrix and value.dtype != jnp.int8 else value
 
-        return jax.tree.map(one, self.plain.axes(), params, is_leaf=lambda x: isinstance(x, tuple))
+        axes = self.plain.axes()
+        axes = int8_axes(axes) if params["layers"].keys() - axes["layers"].keys() else axes
+        return jax.tree.map(one, axes, params, is_leaf=lambda x: isinstance(x, tuple))
+
+    def sampled(self, computed: Params) -> Params:
+        """Return a plain decoder's weights (`computed`) as the sampler computes with them; see `int8_sampler`."""
+        return int8_maps(self.plain.axes(), computed) if self.int8_sampler else computed
+
+    def sampled_axes(self) -> Params:
+        """Return the logical axis names of `sampled`."""
+        axes = self.plain.axes()
+        return int8_axes(axes) if self.int8_sampler else axes
 
     def apart(self, params: Params) -> Params:
         """Put each layer's parameters of a plain decoder into arrays of their own; `bind` takes both forms.
@@ -363,8 +378,8 @@ class Model:
         return {**params, "layers": each}
 
     def apart_axes(self) -> Params:
-        """Return the logical axis names of the parameters in the form that `apart` returns."""
-        axes = self.plain.axes()
+        """Return the logical axis names of `sampled` parameters in the form that `apart` returns."""
+        axes = self.sampled_axes()
         layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=lambda x: isinstance(x, tuple))
         return {**axes, "layers": [layer] * self.cfg.num_layers}
 
@@ -375,13 +390,12 @@ class Model:
         """The decoder without adapters."""
         return dataclasses.replace(self, lora=None)
 
-    def base(self, params: Params) -> Base:
+    def base(self, params: Params) -> Params:
         """Return the frozen base weights for the adapters, made from a plain decoder's parameters."""
         assert self.lora
-        base = self.lora.base(self.plain.axes(), params)
-        return dataclasses.replace(base, params=self.computed(base.params))
+        return self.computed(self.lora.base(self.plain.axes(), params))
 
-    def full_params(self, params: Params, base: Base | None) -> Params:
+    def full_params(self, params: Params, base: Params | None) -> Params:
         """Combine the trained parameters with the frozen base (only with adapters) into the parameters that `bind`
         takes."""
         if self.lora is None:

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,21 +34,11 @@ INT8_MAX = 127
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Base:
-    """Frozen base weights of a decoder."""
-
-    params: Params
-    """The decoder's tree; int8 where `scales` has an entry."""
-    scales: Mapping[str, jax.Array]
-    """Scales of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Adapted:
     """The parameters of a model with adapters."""
 
-    base: Base
+    base: Params
+    """The decoder's frozen weights (`Lora.base`)."""
     adapters: Params | None
     """None: adapters off."""
     columns: jax.Array | None = None
@@ -56,12 +46,11 @@ class Adapted:
 
     def parts(self) -> tuple[Params, dict[str, jax.Array]]:
         """Return the decoder's tree, and the further arrays of its layers (`Layers.extend`)."""
-        others = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
-        others |= self.adapters["layers"] if self.adapters else {}
+        others = dict(self.adapters["layers"]) if self.adapters else {}
         if self.columns is not None:
             depth, (rows, rank) = len(next(iter(others.values()))), self.columns.shape
             others["adapter_columns"] = jnp.broadcast_to(self.columns[:, None], (depth, rows, 1, rank))
-        return self.base.params, others
+        return self.base, others
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +60,7 @@ class SlottedAdapters:
     wide adapter (`LoraSlots`). A batch may mix rows of all policies: each row uses the columns of its own slot, and
     the products stay plain matrix products."""
 
-    base: Base
+    base: Params
     adapters: Params
     """As `LoraSlots.lora` describes them."""
     scales: jax.Array
@@ -152,18 +141,13 @@ class Lora:
             layers |= {f"{name}_a": ("layers", ins, "rank"), f"{name}_b": ("layers", "rank", out)}
         return {"layers": layers}
 
-    def base(self, axes: Params, params: Params) -> Base:
+    def base(self, axes: Params, params: Params) -> Params:
         """Return the frozen base weights of a decoder's parameters. With `int8_base` the linear maps become int8."""
-        scales, layers = {}, dict(params["layers"])
-        for name in linear_maps(axes) if self.int8_base else ():
-            layers[name], scales[name] = to_int8(name, layers[name])
-        return Base({**params, "layers": layers}, scales)
+        return int8_maps(axes, params) if self.int8_base else params
 
-    def base_axes(self, axes: Params) -> Base:
+    def base_axes(self, axes: Params) -> Params:
         """Return the logical axis names of `base`."""
-        names = linear_maps(axes) if self.int8_base else ()
-        scales: Any = {name: ("layers", ends(name, axes)[1]) for name in names}
-        return Base(axes, scales)
+        return int8_axes(axes) if self.int8_base else axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +223,30 @@ def ends(name: str, axes: Params) -> tuple[str, str]:
     return names[1], names[1 + LINEAR[name]]
 
 
+def int8_maps(axes: Params, params: Params) -> Params:
+    """Return a decoder's parameters with its linear maps as int8. Beside the map `name` lies `{name}_scale`, float32
+    `[L, out]`: a weight is its int8 times the scale of its output.
+
+    Args:
+      axes: of the decoder (`Model.axes`).
+    """
+    layers = dict(params["layers"])
+    for name in linear_maps(axes):
+        layers[name], layers[scale_of(name)] = to_int8(name, layers[name])
+    return {**params, "layers": layers}
+
+
+def int8_axes(axes: Params) -> Params:
+    """Return the logical axis names of `int8_maps`."""
+    scales = {scale_of(name): ("layers", ends(name, axes)[1]) for name in linear_maps(axes)}
+    return {**axes, "layers": {**axes["layers"], **scales}}
+
+
+def scale_of(name: str) -> str:
+    """Return the name of the scales of an int8 map."""
+    return f"{name}_scale"
+
+
 def to_int8(name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a stacked map as int8, and the scales `[L, out]` of its outputs.
 
@@ -264,9 +272,9 @@ def merged(lora: Lora, adapted: Adapted, dtype: Any) -> Params:
     """
     base, adapters = adapted.base, adapted.adapters
     extra = adapters["layers"] if adapters else {}
-    layers = dict(base.params["layers"])
+    layers = dict(base["layers"])
     for name, ins in LINEAR.items():
-        parts = base.scales.get(name), extra.get(f"{name}_a"), extra.get(f"{name}_b")
+        parts = layers.pop(scale_of(name), None), extra.get(f"{name}_a"), extra.get(f"{name}_b")
         if all(part is None for part in parts):
             continue
 
@@ -280,7 +288,7 @@ def merged(lora: Lora, adapted: Adapted, dtype: Any) -> Params:
             return rows.astype(dtype).reshape(w.shape)
 
         layers[name] = jax.lax.map(one, (layers[name], *parts))
-    return {**base.params, "layers": layers}
+    return {**base, "layers": layers}
 
 
 # ---- PEFT -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from rolljax.model.decoder import Model, Params
-from rolljax.model.lora import Base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class ValueModel:
         """Return the logical axis names of every parameter, in the tree of the parameters."""
         return {"trunk": self.trunk.axes(), "value": {"w": ("embed",), "b": ()}}
 
-    def full_params(self, params: Params, base: Base | None) -> Params:
+    def full_params(self, params: Params, base: Params | None) -> Params:
         """Combine the trained parameters with the trunk's frozen weights (`Model.full_params`) for `critic_values`."""
         return {**params, "trunk": self.trunk.full_params(params["trunk"], base)}
 

@@ -22,7 +22,6 @@ from rolljax.errors import EnvError, InfraError, RolljaxError, boundary
 from rolljax.model.attention import packed
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Params
-from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.mesh import num_batch_shards, put, replicated, rows
 
@@ -43,7 +42,7 @@ class TrainedValue:
     """Parameters of one value model, or stacked parameters of `num` models whose mean counts (`num` = 0: one model, not
     stacked)."""
     num: int = 0
-    base: Base | None = None
+    base: Params | None = None
     """The frozen weights of a model with adapters."""
     mean: float = 0.0
     """Mean of the model's values for answers that it was trained with."""
@@ -142,7 +141,7 @@ class RowScores:
         """Return the jitted `(params, base, tokens [B, T], lengths [B]) -> values [B]` float32."""
         model, num = self._value.model, self._value.num
 
-        def values(params: Params, base: Base | None, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
+        def values(params: Params, base: Params | None, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
             place_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
             segment_ids = (place_BT < length_B[:, None]).astype(jnp.int32)
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from rolljax.model import hf
 from rolljax.model.decoder import Params
-from rolljax.model.lora import Base
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.trainer.mesh import param_shardings
 
@@ -21,7 +20,7 @@ def start_params(resolved: ResolvedRecipe) -> Params:
     return jax.jit(lambda: model.init(seed), out_shardings=shardings)()
 
 
-def base_shapes(resolved: ResolvedRecipe) -> Base | None:
+def base_shapes(resolved: ResolvedRecipe) -> Params | None:
     """Return shapes, dtypes and shardings of the frozen weights that adapters add to; None if everything is trained."""
     model, lora = resolved.model, resolved.model.lora
     if lora is None:
@@ -31,7 +30,7 @@ def base_shapes(resolved: ResolvedRecipe) -> Base | None:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def base_weights(resolved: ResolvedRecipe) -> Base | None:
+def base_weights(resolved: ResolvedRecipe) -> Params | None:
     """Return the frozen weights that adapters add to, on the mesh; None if everything is trained."""
     model = resolved.model
     placed = base_shapes(resolved)

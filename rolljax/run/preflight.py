@@ -124,7 +124,8 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
     if recipe.router_aux_coef is not None:
         cfg = _rebalanced(cfg, recipe)
     prefixes = read_prefixes(recipe.prefixes, cfg.hidden_size) if recipe.prefixes else None
-    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora, prefixes)
+    int8 = recipe.sampler.quantization == "int8"
+    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora, prefixes, int8)
     for each in (model.plain, model):
         param_shardings(mesh, each.axes(), each.abstract())
     if sampler_mesh is not None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import hf
 from rolljax.model.decoder import Model, Params
-from rolljax.model.lora import Adapted, Base
+from rolljax.model.lora import Adapted
 from rolljax.run import checkpoint
 from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import start_params
@@ -47,7 +47,7 @@ def check(resolved: ResolvedRecipe) -> None:
 
 
 def load(
-    resolved: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, begins: bool
+    resolved: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Params | None, *, begins: bool
 ) -> ReferencePolicies:
     """Load the frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 

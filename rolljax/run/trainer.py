@@ -12,7 +12,6 @@ from typing import Any
 from rolljax.cluster.placement import Remote
 from rolljax.model import hf
 from rolljax.model.decoder import Params
-from rolljax.model.lora import Base
 from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.run import reference_policies, reward_models
 from rolljax.run.checkpoint import Saved
@@ -51,7 +50,7 @@ class Trainer:
         self._phase, self._algorithm_state = 0, dict[str, float]()
 
     @functools.cached_property
-    def _base(self) -> Base | None:
+    def _base(self) -> Params | None:
         return base_weights(self._resolved)
 
     @property
@@ -138,7 +137,7 @@ class Trainer:
 
 
 def make_trainer(
-    resolved: ResolvedRecipe, index: int, references: ReferencePolicies, base: Base | None = None
+    resolved: ResolvedRecipe, index: int, references: ReferencePolicies, base: Params | None = None
 ) -> PhaseTrainer:
     """Make the trainer of phase `index` of a recipe."""
     recipe, phase = resolved.recipe, resolved.recipe.phases[index]

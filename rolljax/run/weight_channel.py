@@ -302,7 +302,7 @@ class StorePart:
 
     def __init__(self, model: Model, mesh: Mesh, worker: EngineWorker, team: SingleProcess | Leader | Follower) -> None:
         parts = in_own_parts(mesh, model)
-        self._in_pieces = bool(model.lora) or takes_parts(mesh)
+        self._in_pieces = bool(model.lora) or takes_parts(mesh, model)
         if model.lora:
             self._like, self._there = adapted_weights(model, parts)
         else:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Decoder, Model, Params
 from rolljax.model.layers import ExpertRouting
@@ -71,6 +72,12 @@ class Engine:
         self.model, self.cfg, self.mesh, self.batch_axes = model, cfg, mesh, batch_axes
         cfg.check_shards(self.num_shards)
         cfg.check_model(model.cfg)
+        if model.int8_sampler != (cfg.quantization == "int8"):
+            raise ConfigError(
+                f"needs a model with int8_sampler={not model.int8_sampler}",
+                setting="SamplerConfig.quantization",
+                value=cfg.quantization,
+            )
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and model.cfg.num_layers <= MAX_UNROLLED_LAYERS
         if path is not None:

@@ -67,6 +67,11 @@ class SamplerConfig:
     any device); 'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read the pages in
     place. 'auto': 'ragged' on TPU, 'triton' on GPUs where it was measured, with prefill by cuDNN, 'dense' on other
     devices (docs/scaling.md)."""
+    quantization: Literal["none", "int8"] = "none"
+    """Form of the sampler's weights. 'int8': the linear maps of the layers are int8, with a scale for each output, made
+    on the devices at each publish. A decode step, which reads all weights, then reads about half of bfloat16's bytes.
+    Experts, the embedding and the output matrix stay as they are. Sampled log-probs differ more from the trainer's:
+    watch `mismatch/k3_nat`, and set an algorithm's `correction` if it is large (docs/accelerators.md)."""
     tensor: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
-from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats
 from rolljax.trainer.algorithms.base import Needs
@@ -42,7 +41,7 @@ class ForwardPasses:
     """The policies that it names."""
     value_model: ValueModel | None = None
     """Model of each critic."""
-    base: Base | None = None
+    base: Params | None = None
     """The frozen weights of a model with adapters."""
 
     def compute_logprobs(
@@ -166,7 +165,7 @@ class ForwardPasses:
         model = self.value_model
         assert model is not None
 
-        def values(params: Params, batch: TokenBatch, base: Base | None) -> jax.Array:
+        def values(params: Params, batch: TokenBatch, base: Params | None) -> jax.Array:
             def of_one(params: Params, micro: TokenBatch) -> jax.Array:
                 return critic_values(model, model.full_params(params, base), micro)
 

@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, MetricsReport
-from rolljax.model.decoder import Model
-from rolljax.model.lora import Base
+from rolljax.model.decoder import Model, Params
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, AlgorithmState
 from rolljax.trainer.batch import MAX_SAMPLERS, Packed, PackShape, Sample, TokenBatch, pack
@@ -90,7 +89,7 @@ class PhaseTrainer:
     seed: int = 0
     references: ReferencePolicies = dataclasses.field(default_factory=dict)
     """The policies that `algorithm.needs().references` names."""
-    base: Base | None = None
+    base: Params | None = None
     """The frozen weights of a model with adapters; the policy's parameters are then its adapters."""
     replay_experts: bool = False
     """Tokens take the experts that they took in the sampler."""

@@ -32,7 +32,7 @@ class Publish(Protocol):
 
 def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
     """Return a function that copies the argument of `Model.bind`, full on every batch shard, matrices in the compute
-    dtype.
+    dtype or as int8 (`Model.sampled`).
 
     Args:
       mesh: the trainer's. to: the sampler's, if it differs; over other devices the weights are transferred.
@@ -74,7 +74,7 @@ class Reshard:
         self.parts = math.gcd(mesh.size, to.size, model.cfg.hidden_size)
         self.sent, self.received = in_parts(mesh, self.parts), in_parts(to, self.parts)
         plain = model.plain
-        self._shapes, self.landing = stacked_weights(model, self.received, True)
+        self._shapes, self.landing = stacked_weights(model, self.received, fsdp=True)
         self.cast_program = make_write(mesh, model, self.sent, fsdp=True)
         self.write_program = write_of(self.received, plain, to)
         self._cast_into, self._write_into = make_empty(model, self.sent, fsdp=True), make_empty(model, to)
@@ -128,10 +128,10 @@ def in_own_parts(mesh: Mesh, model: Model) -> Mesh:
     return in_parts(mesh, math.gcd(mesh.size, model.cfg.hidden_size))
 
 
-def takes_parts(mesh: Mesh) -> bool:
+def takes_parts(mesh: Mesh, model: Model) -> bool:
     """Return whether weights reach a sampler's mesh in parts (`in_own_parts`), to be written by `write_of`: where
-    devices have the same weights as others, or have their layers apart."""
-    return mesh.shape["data"] > 1 or lies_apart(mesh)
+    devices have the same weights as others, have their layers apart, or compute with int8."""
+    return mesh.shape["data"] > 1 or lies_apart(mesh) or model.int8_sampler
 
 
 def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Params]:
@@ -148,7 +148,7 @@ def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax
 
     fsdp: shard the written weights over that axis of `to` too, like the trainer's parameters.
     """
-    layer_of, (_, there) = make_layer_of(mesh, model, to, fsdp), stacked_weights(model, to, fsdp)
+    layer_of, (_, there) = make_layer_of(mesh, model, to, fsdp), stacked_weights(model, to, fsdp=fsdp)
 
     def write(params: Params, over: Params) -> Params:
         def layer(i: jax.Array, layers: Params) -> Params:
@@ -184,8 +184,9 @@ def make_write_apart(mesh: Mesh, model: Model, to: Mesh) -> Callable[[Params, Pa
 
 def make_layer_of(mesh: Mesh, model: Model, to: Mesh, fsdp: bool) -> Callable[[Params, jax.Array | int], Params]:
     """Return the function from the argument of `Model.bind` to one layer of the plain decoder, and all parameters
-    outside of layers, in the compute dtype and sharded over `to`; fsdp: see `make_write`."""
-    plain, (_, here), (_, there) = model.plain, stacked_weights(model, mesh, True), stacked_weights(model, to, fsdp)
+    outside of layers, in the compute dtype (or as int8) and sharded over `to`; fsdp: see `make_write`."""
+    plain, to_int8 = model.plain, model.int8_sampler and not fsdp
+    (_, here), (_, there) = (stacked_weights(model, m, fsdp=f, on_way=fsdp) for m, f in ((mesh, True), (to, fsdp)))
     axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
     def layer_of(params: Params, i: jax.Array | int) -> Params:
@@ -194,6 +195,8 @@ def make_layer_of(mesh: Mesh, model: Model, to: Mesh, fsdp: bool) -> Callable[[P
 
         sliced = jax.tree.map(one, axes, params, is_leaf=lambda x: isinstance(x, tuple))
         cast = plain.computed(model.merged(sliced, model.dtype))
+        if to_int8:  # behind a barrier: of rounded weights, as a sampler in another process receives them
+            cast = plain.sampled(jax.lax.optimization_barrier(cast))
         cast = jax.lax.with_sharding_constraint(cast, here)  # before it travels: half of the bytes
         if to != mesh:  # compilers know no shorter way from one mesh to another, and warn
             cast = jax.lax.with_sharding_constraint(cast, replicated(mesh))
@@ -210,20 +213,24 @@ def write_of(mesh: Mesh, model: Model, to: Mesh) -> Callable[[Params, Params], P
 def sampler_weights(model: Model, mesh: Mesh, fsdp: bool = False) -> tuple[Any, Any]:
     """Return the shapes of the sampler's weights, and their shardings on a mesh; fsdp: see `param_shardings`.
 
-    With `fsdp` they are on their way, with stacked layers; without, they lie as the sampler computes with them.
+    With `fsdp` they are on their way, in the compute dtype and with stacked layers; without, they lie as the sampler
+    computes with them.
     """
-    shapes, shardings = stacked_weights(model, mesh, fsdp)
+    shapes, shardings = stacked_weights(model, mesh, fsdp=fsdp)
     if fsdp or not lies_apart(mesh):
         return shapes, shardings
     shapes = jax.eval_shape(model.plain.apart, shapes)
     return shapes, param_shardings(mesh, model.apart_axes(), shapes, fsdp=False)
 
 
-def stacked_weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
-    """Return what `sampler_weights` returns, of weights with stacked layers."""
+def stacked_weights(model: Model, mesh: Mesh, *, fsdp: bool, on_way: bool | None = None) -> tuple[Any, Any]:
+    """Return what `sampler_weights` returns, of weights with stacked layers; on_way: in the compute dtype (default:
+    `fsdp`)."""
     plain = model.plain
-    shapes = jax.eval_shape(plain.computed, plain.abstract())
-    return shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp)
+    shapes, axes = jax.eval_shape(plain.computed, plain.abstract()), plain.axes()
+    if not (fsdp if on_way is None else on_way):
+        shapes, axes = jax.eval_shape(plain.sampled, shapes), plain.sampled_axes()
+    return shapes, param_shardings(mesh, axes, shapes, fsdp=fsdp)
 
 
 def adapted_weights(model: Model, mesh: Mesh) -> tuple[Any, Any]:

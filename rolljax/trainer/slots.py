@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from rolljax.model.attention import packed
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
-from rolljax.model.lora import Base, Lora, LoraSlots, SlottedAdapters
+from rolljax.model.lora import Lora, LoraSlots, SlottedAdapters
 from rolljax.trainer import vocab
 from rolljax.trainer.forward import NumShards
 from rolljax.trainer.mesh import gradient_options, num_batch_shards, param_shardings, put, replicated, rows
@@ -191,7 +191,7 @@ class SlotTrainer:
     mesh: Mesh
     model: Model
     """With `slots.lora`."""
-    base: Base
+    base: Params
     slots: LoraSlots
     max_row_tok: int
     """Longest example, in tokens."""
@@ -328,7 +328,7 @@ class SlotTrainer:
         return jax.jit(part, out_shardings=replicated(self.mesh))
 
     def _losses(
-        self, adapters: Params, scales: jax.Array, base: Base, batch: LossBatch
+        self, adapters: Params, scales: jax.Array, base: Params, batch: LossBatch
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the sum of all losses; log-probs and losses `[B, T, K]`."""
         decoder = self.model.bind(SlottedAdapters(base, adapters, scales).of_rows(batch.slot))
@@ -344,7 +344,7 @@ class SlotTrainer:
 
     @functools.cached_property
     def _backward(self) -> jax.stages.Wrapped:
-        def run(grads: Params, adapters: Params, scales: jax.Array, base: Base, batch: LossBatch) -> Any:
+        def run(grads: Params, adapters: Params, scales: jax.Array, base: Params, batch: LossBatch) -> Any:
             with on_mesh(self.mesh):
                 new, outputs = jax.grad(self._losses, has_aux=True)(adapters, scales, base, batch)
             return jax.tree.map(jnp.add, grads, new), *outputs
@@ -355,7 +355,7 @@ class SlotTrainer:
 
     @functools.cached_property
     def _forward(self) -> jax.stages.Wrapped:
-        def run(adapters: Params, scales: jax.Array, base: Base, batch: LossBatch) -> Any:
+        def run(adapters: Params, scales: jax.Array, base: Params, batch: LossBatch) -> Any:
             with on_mesh(self.mesh):
                 return self._losses(adapters, scales, base, batch)[1]
 

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
-from rolljax.model.lora import Base
 from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
@@ -197,7 +196,7 @@ def gradients(
     batch: TokenBatch,
     references: ReferencePolicies | None = None,
     shards: NumShards = UNSHARDED,
-    base: Base | None = None,
+    base: Params | None = None,
 ) -> tuple[Params, Stats]:
     """Compute the gradient of the update's loss for the policy's parameters, and the statistics of the update.
 
@@ -266,7 +265,7 @@ def make_policy_update(
     tx, rate = optimizer.build(num_updates), optimizer.rate(num_updates)
 
     def update(
-        state: ParamState, batch: TokenBatch, references: Mapping[str, Params], base: Base | None = None
+        state: ParamState, batch: TokenBatch, references: Mapping[str, Params], base: Params | None = None
     ) -> tuple[ParamState, Stats]:
         models = {name: (reference_models[name], params) for name, params in references.items()}
         with on_mesh(mesh):
@@ -291,7 +290,7 @@ def make_critic_update(
     loss_fn = critic_loss(model, algorithm)
 
     def one(
-        state: ParamState, old_values: jax.Array, weights: jax.Array, batch: TokenBatch, base: Base | None
+        state: ParamState, old_values: jax.Array, weights: jax.Array, batch: TokenBatch, base: Params | None
     ) -> tuple[ParamState, Stats]:
         batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)
 
@@ -303,7 +302,7 @@ def make_critic_update(
         new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)
         return new, {**stats, **{f"critic/{k}": v for k, v in applied.items()}}
 
-    def update(state: ParamState, batch: TokenBatch, base: Base | None = None) -> tuple[ParamState, Stats]:
+    def update(state: ParamState, batch: TokenBatch, base: Params | None = None) -> tuple[ParamState, Stats]:
         each = jax.vmap(one, in_axes=(0, -1, -1, None, None))
         with on_mesh(mesh):
             state, stats = each(state, batch.required("old_values_C"), batch.required("critic_weights_C"), batch, base)

@@ -12,7 +12,7 @@ import pytest
 
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.model.lora import Adapted, Base, Lora, LoraSlots, SlottedAdapters
+from rolljax.model.lora import Adapted, Lora, LoraSlots, SlottedAdapters
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
@@ -66,7 +66,7 @@ def opened(model, params):
 def shared(base):
     model = Model(CFG, lora=SLOTS.lora)
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract())
-    with opened(model, SlottedAdapters(Base(base, {}), wide, jnp.zeros(SLOTS.num))) as sampler:
+    with opened(model, SlottedAdapters(base, wide, jnp.zeros(SLOTS.num))) as sampler:
         yield sampler
 
 
@@ -97,7 +97,7 @@ def alone(base, adapters):
     lora = Lora(rank=4, alpha=6.0)
     found = {}
     for k, adapter in (*enumerate(adapters), (-1, None)):
-        merged = Model(CFG, lora=lora).merged(Adapted(Base(base, {}), adapter)) if adapter else base
+        merged = Model(CFG, lora=lora).merged(Adapted(base, adapter)) if adapter else base
         with opened(Model(CFG), merged) as sampler:
 
             async def run(sampler=sampler):

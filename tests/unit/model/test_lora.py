@@ -15,7 +15,7 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.gemma3 import Gemma3Config
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
-from rolljax.model.lora import Adapted, Lora
+from rolljax.model.lora import Adapted, Lora, scale_of
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.algorithms.sft import Sft
@@ -136,10 +136,10 @@ def test_the_sampler_gets_the_sum(dtype, int8):
     got = jax.device_get(make_publish(mesh, model)(whole))
     assert jax.tree.structure(got) == jax.tree.structure(params)
     for name in MAPS:
-        w = np.asarray(base.params["layers"][name], np.float64)
+        w = np.asarray(base["layers"][name], np.float64)
         if int8:
-            assert base.params["layers"][name].dtype == jnp.int8
-            scale = np.asarray(base.scales[name], np.float64)
+            assert base["layers"][name].dtype == jnp.int8
+            scale = np.asarray(base["layers"][scale_of(name)], np.float64)
             w = w.reshape(2, -1, scale.shape[1]) * scale[:, None]
         a, b = (np.asarray(adapters["layers"][f"{name}_{p}"], np.float64) for p in "ab")
         want = (w.reshape(2, a.shape[1], b.shape[2]) + ALPHA / RANK * a @ b).reshape(params["layers"][name].shape)
@@ -157,17 +157,17 @@ def test_int8_weights_are_near_and_small():
     model, params = model_of(int8_base=True), weights()
     base = jax.jit(model.base)(params)
     for name in MAPS:
-        w = params["layers"][name].reshape(2, -1, base.scales[name].shape[1])
-        scale = np.asarray(base.scales[name])[:, None]
+        w = params["layers"][name].reshape(2, -1, base["layers"][scale_of(name)].shape[1])
+        scale = np.asarray(base["layers"][scale_of(name)])[:, None]
         np.testing.assert_allclose(scale[:, 0], np.abs(w).max(1) / 127, rtol=1e-6)
-        off = np.abs(np.asarray(base.params["layers"][name]).reshape(w.shape) * scale - w)
+        off = np.abs(np.asarray(base["layers"][name]).reshape(w.shape) * scale - w)
         assert (off <= 0.501 * scale).all()
     float_logits = jax.jit(functools.partial(logits_of, model.plain))(params)
     logits = jax.jit(functools.partial(logits_of, model))(Adapted(base, None))
     off = float(jnp.std(logits - float_logits) / jnp.std(float_logits))
     assert 1e-4 < off < 0.04, off
     dense = sum(params["layers"][m].nbytes for m in MAPS)
-    kept = sum(base.params["layers"][m].nbytes + base.scales[m].nbytes for m in MAPS)
+    kept = sum(base["layers"][m].nbytes + base["layers"][scale_of(m)].nbytes for m in MAPS)
     assert kept < 0.29 * dense  # tiny matrices: their scales still show
 
 

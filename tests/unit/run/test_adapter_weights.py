@@ -28,9 +28,17 @@ def stored(folder):
     return sum(path.stat().st_size for path in folder.rglob("c/**/*") if path.is_file())
 
 
-@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
-    model, store = Model(SHAPE, "bfloat16", lora=Lora(rank=3, int8_base=int8)), tmp_path / "store"
+def quantized(model):
+    """Return the sampler's setting for a model."""
+    return "int8" if model.int8_sampler else "none"
+
+
+@pytest.mark.parametrize(
+    ("int8", "sampled"), [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (False, True)]
+)
+def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8, sampled):
+    model = Model(SHAPE, "bfloat16", lora=Lora(rank=3, int8_base=int8), int8_sampler=sampled)
+    store = tmp_path / "store"
     mesh, to = MeshSpec().build(jax.devices()[:4]), MeshSpec(data=2).build(jax.devices()[4:6])
     where = adapted_weights(model, mesh)[1]
     base = jax.device_put(model.base(model.plain.init(7)), where.base)
@@ -39,7 +47,8 @@ def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
     written = queue.Queue()
     source.on_written = written.put
     source.begin(1)
-    worker = EngineWorker(Engine(model.plain, SamplerConfig(slots=4, max_context=64), to, SLOT_AXES))
+    settings = SamplerConfig(slots=4, max_context=64, quantization=quantized(model))
+    worker = EngineWorker(Engine(model.plain, settings, to, SLOT_AXES))
     sink, give = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS)), make_publish(mesh, model)
     for version in range(3):
         adapters = jax.tree.map(lambda x, i=version: jax.random.normal(jax.random.key(i), x.shape), model.init(0))
@@ -65,21 +74,25 @@ def test_a_sampler_merges_adapters_to_the_trainers_bits(tmp_path, int8):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), jax.device_get(give(now[-1])))
 
 
-def test_layers_that_lie_apart_are_written_from_what_a_store_sends(tmp_path, monkeypatch):
-    """As on GPUs: layers are stacked in the store."""
-    monkeypatch.setattr(publish, "lies_apart", lambda mesh: True)
-    model, store = Model(SHAPE, "bfloat16"), tmp_path / "store"
+@pytest.mark.parametrize(
+    ("apart", "int8"), [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_weights_are_written_from_what_a_store_sends(tmp_path, monkeypatch, apart, int8):
+    """Layers that lie apart, as on GPUs, are stacked in the store, and int8 weights are there in the compute dtype."""
+    monkeypatch.setattr(publish, "lies_apart", lambda mesh: apart)
+    model, store = Model(SHAPE, "bfloat16", int8_sampler=int8), tmp_path / "store"
     mesh, to = MeshSpec().build(jax.devices()[:4]), MeshSpec().build(jax.devices()[4:5])
     params = jax.device_put(model.init(0), param_shardings(mesh, model.axes(), model.abstract()))
     source, written = StoreSource(mesh, model, lambda: params, str(store)), queue.Queue()
     source.on_written = written.put
     source.begin(1)
-    worker = EngineWorker(Engine(model, SamplerConfig(slots=4, max_context=64), to, SLOT_AXES))
+    settings = SamplerConfig(slots=4, max_context=64, quantization=quantized(model))
+    worker = EngineWorker(Engine(model, settings, to, SLOT_AXES))
     sink = StoreSink(StorePart(model, to, worker, SINGLE_PROCESS))
     for version in range(2):
         source.push(version)
         sink.prepare(written.get(timeout=60))
         sink.swap(version)
-        assert [len(layer) for layer in worker.params["layers"]] == [len(params["layers"])] * 2
-        wanted = jax.device_get(model.apart(model.computed(params)))
+        wanted = model.sampled(model.computed(params))
+        wanted = jax.device_get(model.apart(wanted) if apart else wanted)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(worker.params), wanted)

@@ -1,6 +1,7 @@
 """From the trainer's weights to the sampler's: written over the old ones, layer by layer, on the same mesh or another."""
 
 import asyncio
+import dataclasses
 
 import jax
 import numpy as np
@@ -27,12 +28,16 @@ from rolljax.types import SamplingParams
 
 DENSE = Model(Qwen3Config(num_layers=3, tie_embeddings=False), "bfloat16")
 EXPERTS = Model(Qwen3MoeConfig(num_layers=3, num_experts=4), "bfloat16")
+INT8 = {
+    "int8": dataclasses.replace(DENSE, int8_sampler=True),
+    "int8 experts": dataclasses.replace(EXPERTS, int8_sampler=True),
+}
 TRAINER = MeshSpec(data=1, fsdp=4, tensor=2)
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", "experts", *INT8])
 def model(request):
-    return {"dense": DENSE, "experts": EXPERTS}[request.param]
+    return {"dense": DENSE, "experts": EXPERTS, **INT8}[request.param]
 
 
 def weights(model, mesh, seed):
@@ -63,7 +68,7 @@ def test_new_weights_lie_where_the_old_ones_did(model, cfg, form):
     assert not any(x.is_deleted() for x in jax.tree.leaves(trained))
     now = jax.tree.map(lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards], second["layers"])
     assert now == places
-    wanted, axes = model.computed(new), model.axes()
+    wanted, axes = jax.jit(model.sampled)(model.computed(new)), model.sampled_axes()
     if form == "apart":
         wanted, axes = model.apart(wanted), model.apart_axes()
     where = param_shardings(to, axes, wanted, fsdp=False)

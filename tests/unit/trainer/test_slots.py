@@ -13,7 +13,7 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.gemma3 import Gemma3Config
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.model.lora import Base, Lora, LoraSlots
+from rolljax.model.lora import Lora, LoraSlots
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.slots import LOSSES, Adam, Example, LossSettings, PolicyState, SlotTrainer, token_losses
 
@@ -31,7 +31,7 @@ def trainer(family="qwen3", **mesh):
     """Return the trainer of a family, and the weights of its base."""
     model = Model(FAMILIES[family], lora=SLOTS.lora)
     params = jax.jit(lambda: model.plain.init(0))()
-    return SlotTrainer(MeshSpec(**mesh).build(), model, Base(params, {}), SLOTS, 256, micro_tok=128), params
+    return SlotTrainer(MeshSpec(**mesh).build(), model, params, SLOTS, 256, micro_tok=128), params
 
 
 def noisy(state, seed):
