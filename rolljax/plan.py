@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         sampler = remote_sampler(config[0].value, args.sampler_topology)
         if sampler:
             every += [(program, chips.chip(args.sampler_topology)) for program in sampler_programs(sampler)]
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
         reports = list(compile_all(every, args.only, args.hlo))
         found = Plan(resolved, chip, args.topology, args.sampler_topology, reports, sampler)
         show(found)

@@ -331,8 +331,8 @@ class _HloReader:
                 total += sum(a.nbytes for a in arrays(user.shape))
             elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == one.name:
                 continue
-            elif user.opcode in ("bitcast", "get-tuple-element"):
-                total += self._read_bytes(home, user, nbytes)
+            elif user.opcode in ("bitcast", "get-tuple-element") or "output_to_operand_aliasing" in user.attributes:
+                total += self._read_bytes(home, user, nbytes)  # in a fusion an aliased copy only renames a layout
             elif user.opcode == "fusion":
                 inner = self.computations[user.attribute("calls") or ""]
                 own = [p for p, n in zip(inner.parameters(), user.operands, strict=False) if n == one.name]

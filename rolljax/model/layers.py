@@ -187,7 +187,7 @@ class Layers(nnx.Module):
         if hasattr(self, f"{name}_scale"):
             scale = getattr(self, f"{name}_scale")[...]
             w = constrain(w.reshape(x.shape[-1], -1), axes[0], axes[ins], rules=COMPUTED_RULES)
-            out = (jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32) * scale).astype(x.dtype)
+            out = ((x @ w.astype(x.dtype)) * scale).astype(x.dtype)
         else:
             out = matmul(x, w, (axes[0], axes[ins]))
         if hasattr(self, f"{name}_a"):

@@ -93,6 +93,7 @@ class Engine:
                 rows=max(cfg.slots // self.num_shards, cfg.prefill_rows(MIN_CHUNK, self.num_shards)),
                 width=cfg.pages_per_sequence,
                 unroll=self.unroll,
+                fp8=cfg.kv_dtype == "fp8",
             )
         replicated = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None  # what one host is to read
         self._init = jax.jit(self._empty_state, out_shardings=self.state_shardings())

@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.implementations import implementation
-from rolljax.sampler.kv import DensePath, Path, by_block, by_row, copy_pages, split_length
+from rolljax.sampler.kv import FP8, DensePath, Path, by_block, by_row, copy_pages, in_pool, split_length
 from rolljax.sampler.settings import MIN_CHUNK
 
 LANES = 128
@@ -49,7 +49,7 @@ UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
 """Paths by platform, for devices that are not in `MEASURED`; `DensePath` is its end."""
 
 
-def why_not(name: Name, platform: str, cfg: DecoderConfig, page_size: int) -> str:
+def why_not(name: Name, platform: str, cfg: DecoderConfig, page_size: int, fp8: bool) -> str:
     """Return why a path cannot run on that platform with those sizes; "" if it can."""
     if name == "ragged":
         return "" if platform == "tpu" else "needs a TPU"
@@ -61,7 +61,9 @@ def why_not(name: Name, platform: str, cfg: DecoderConfig, page_size: int) -> st
         return f"needs Pallas for Triton, which JAX {jax.__version__} no longer has"
     if page_size & (page_size - 1) or cfg.head_dim & (cfg.head_dim - 1) or cfg.head_dim < 16:
         return f"takes pages and heads that are powers of two, heads from 16, not {page_size} and {cfg.head_dim}"
-    return "has no sliding windows, which this model has" if cfg.window is not None else ""
+    if cfg.window is not None:
+        return "has no sliding windows, which this model has"
+    return "reads no float8 pages" if fp8 else ""
 
 
 def paths_for(
@@ -75,13 +77,14 @@ def paths_for(
     rows: int,
     width: int,
     unroll: bool = False,
+    fp8: bool = False,
 ) -> tuple[Path, Path]:
     """Return the paths of prefill and of decode steps on that platform; both use the same pool.
 
     Args:
       attention: see `SamplerConfig`.
       num_pages: pages of one batch shard. rows, width: most rows of a page table, and its pages per row.
-      unroll: whether decode steps unroll the layers (`DensePath` only).
+      unroll: whether decode steps unroll the layers (`DensePath` only). fp8: whether the pool holds float8 numbers.
 
     Raises:
       ConfigError: the named path cannot run.
@@ -89,17 +92,17 @@ def paths_for(
     cfg, dtype = model.cfg, model.dtype
     if attention == "auto":
         known = MEASURED.get(mesh.devices.flat[0].device_kind) or UNMEASURED.get(platform, ())
-        name = next((path for path in known if not why_not(path, platform, cfg, page_size)), "dense")
+        name = next((path for path in known if not why_not(path, platform, cfg, page_size, fp8)), "dense")
     else:
         name = attention
-        if reason := why_not(name, platform, cfg, page_size):
+        if reason := why_not(name, platform, cfg, page_size, fp8):
             remedy = "'auto', or 'dense', which runs anywhere"
             raise ConfigError(reason, setting="SamplerConfig.attention", value=name, remedy=remedy)
     if name == "ragged":
-        ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh)
+        ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh, fp8)
         ragged.check(rows, width)
         return ragged, ragged
-    dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu")
+    dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu", fp8=fp8)
     chunk = (rows, MIN_CHUNK, cfg.num_heads, cfg.head_dim)
     may = attention != "dense" and mesh.size == 1 and page_size % 2 == 0  # cuDNN takes even numbers of keys
     if may and implementation("auto", mesh, chunk, dtype) == "cudnn":
@@ -134,24 +137,28 @@ class RaggedPath:
     num_pages: int
     """Number of KV pages of one batch shard."""
     mesh: Mesh
+    fp8: bool = False
+    """The pool holds float8 numbers (`kv.in_pool`)."""
     head_axis = 2
     cascades = False
     sized = False
 
     @property
     def pool_dtype(self) -> str:
-        return self.dtype
+        return FP8 if self.fp8 else self.dtype
 
     def check(self, rows: int, width: int) -> None:
         """Raise `ConfigError` unless the kernel takes this model's heads, and page tables `[rows, width]`."""
         tensor, heads = self.mesh.shape.get("tensor", 1), self.cfg.num_kv_heads
-        words = 2 * heads // tensor * jnp.dtype(self.dtype).itemsize // 4  # of 32 bits: the unit that tiles are made of
+        each = 2 * jnp.dtype(self.pool_dtype).itemsize  # bytes of a head's key and value
+        words = heads // tensor * each / 4  # of 32 bits: the unit that tiles are made of
         if heads % tensor or (words not in (1, 2, 4) and words % 8):
+            least = max(1, 4 // each)
             raise ConfigError(
                 f"leaves {heads / tensor:g} of {heads} key/value heads to a device, which the TPU kernel cannot tile",
                 setting="MeshSpec.tensor",
                 value=tensor,
-                remedy="leave 1, 2, 4 or a multiple of 8 heads to each device",
+                remedy=f"leave {least}, {2 * least}, {4 * least} or a multiple of {8 * least} heads to each device",
             )
         tiled = -(-rows // 8) * 8  # rows of a table are padded to 8, pages per row to 128
         fits = (SMEM_BYTES - 4096 - 8 * rows) // (4 * tiled) // LANES * LANES
@@ -213,7 +220,7 @@ class RaggedPath:
             )
             flat = pool.reshape(-1, *pool.shape[2:])
             row = (page * self.page_size + offset).reshape(-1)
-            flat = flat.at[row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+            flat = flat.at[row].set(in_pool(new, self.pool_dtype), mode="drop", unique_indices=True)
             pool = flat.reshape(pool.shape)
             table = jnp.maximum(table_BW, 0) + layer * self.num_pages
             args = pad(q_BTHC).reshape(B * T, H, -1), pool, table, start_B + T
@@ -257,7 +264,7 @@ class RaggedPath:
 
         B, W = table_BW.shape
         return ragged_paged_attention(
-            q_NHC.astype(pool.dtype),
+            q_NHC if self.fp8 else q_NHC.astype(pool.dtype),
             pool,
             length_B,
             table_BW,
@@ -268,6 +275,7 @@ class RaggedPath:
             num_kv_pages_per_block=max(1, min(W, PAGES_PER_BLOCK, TOKENS_PER_BLOCK // self.page_size)),
             num_queries_per_block=min(B * tokens, QUERIES_PER_BLOCK),
             vmem_limit_bytes=VMEM_BYTES,
+            **({"k_scale": 1.0, "v_scale": 1.0} if self.fp8 else {}),  # with scales it converts what it reads
         ).astype(q_NHC.dtype)
 
 

@@ -33,6 +33,9 @@ from rolljax.model.attention import NEG, Attend, Window, inside
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.implementations import cudnn
 
+FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0
+
 
 class Path(Protocol):
     """The layout of keys and values in the pool of pages, and the attention of new tokens to them."""
@@ -92,15 +95,23 @@ class DensePath:
     chunks_by_cudnn: bool = dataclasses.field(default=False, kw_only=True)
     """Attention of several new tokens a row, as in prefill, by cuDNN."""
     as_bits: bool = dataclasses.field(default=False, kw_only=True)
-    """The pool holds the bits of bfloat16 as uint16. XLA's CPU compiler computes in float32 what it is given in
-    bfloat16, also where nothing is computed: a scatter of a few tokens would make a float32 copy of the whole pool."""
+    """The pool holds the bits of bfloat16 as uint16, and those of float8 as uint8. XLA's CPU compiler computes in
+    float32 what it is given in these types, also where nothing is computed: a scatter of a few tokens would make a
+    float32 copy of the whole pool."""
+    fp8: bool = dataclasses.field(default=False, kw_only=True)
+    """The pool holds float8 numbers (`in_pool`)."""
     head_axis = 1
     cascades = True
     sized = True
 
     @property
     def pool_dtype(self) -> str:
-        return "uint16" if self.as_bits and self.dtype == "bfloat16" else self.dtype
+        return {"bfloat16": "uint16", FP8: "uint8"}.get(self.stored, self.stored) if self.as_bits else self.stored
+
+    @property
+    def stored(self) -> str:
+        """The type of the numbers in the pool."""
+        return FP8 if self.fp8 else self.dtype
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
         """Return `[L * pages, 2 * K, page, C]`: for each key/value head its keys, then its values."""
@@ -131,7 +142,8 @@ class DensePath:
         table = jnp.maximum(table_BW, 0)
 
         def of(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-            pages = _same_bits(pool[table + layer * self.num_pages], self.dtype).reshape(B, W, K, 2, P, C)
+            pages = _same_bits(pool[table + layer * self.num_pages], self.stored).astype(self.dtype)
+            pages = pages.reshape(B, W, K, 2, P, C)
             keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, W * P)
             values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, W * P, C)
             return _pad(keys, 3, room), _pad(values, 2, room)
@@ -152,6 +164,7 @@ class DensePath:
             window: Window | None = None,
         ) -> tuple[jax.Array, Any]:
             B, T, H, C = q_BTHC.shape
+            k_BTKC, v_BTKC = (as_in_pool(x, self.stored) for x in (k_BTKC, v_BTKC))
             keys, all_keys = _write(cache[0], k_BTKC.transpose(0, 2, 3, 1), layer, S + first, 3)
             values, all_values = _write(cache[1], v_BTKC.swapaxes(1, 2), layer, S + first, 2)
             K = keys.shape[1]
@@ -203,8 +216,20 @@ class DensePath:
         holds = jnp.arange(room) < count_B[:, None]
         rows = jnp.where(holds, page + (jnp.arange(L) * self.num_pages)[:, None, None], pool.shape[0])
         offset = jnp.broadcast_to(position_BT % P, rows.shape)
-        new = _same_bits(new.transpose(0, 1, 3, 2, 4), self.pool_dtype)
+        new = _same_bits(in_pool(new.transpose(0, 1, 3, 2, 4), self.stored), self.pool_dtype)
         return pool.at[rows, :, offset].set(new, mode="drop")
+
+
+def in_pool(x: jax.Array, stored: str) -> jax.Array:
+    """Return keys or values as a pool of that type holds them. Float8 numbers have no scale: they reach to 448, with a
+    relative error of at most 1/16, and what is larger becomes 448."""
+    return (jnp.clip(x, -FP8_MAX, FP8_MAX) if stored == FP8 else x).astype(stored)
+
+
+def as_in_pool(x: jax.Array, stored: str) -> jax.Array:
+    """Round new keys or values to what the pool will hold, so that what a token attends to does not depend on which
+    tokens are computed in one program."""
+    return x if x.dtype == stored else jax.lax.optimization_barrier(in_pool(x, stored)).astype(x.dtype)
 
 
 def split_length(length_B: jax.Array, shared_NW: jax.Array | None, page_size: int) -> tuple[jax.Array, jax.Array]:

@@ -72,6 +72,10 @@ class SamplerConfig:
     on the devices at each publish. A decode step, which reads all weights, then reads about half of bfloat16's bytes.
     Experts, the embedding and the output matrix stay as they are. Sampled log-probs differ more from the trainer's:
     watch `mismatch/k3_nat`, and set an algorithm's `correction` if it is large (docs/accelerators.md)."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of keys and values in pages. 'auto': the model's compute dtype; 'fp8': float8_e4m3fn without scales, half of
+    bfloat16's bytes. As with `quantization`, sampled log-probs then differ more from the trainer's. 'triton' does not
+    read it."""
     tensor: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so

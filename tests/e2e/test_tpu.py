@@ -53,6 +53,21 @@ def test_the_programs_fit_a_tpu_and_update_the_pool_in_place(compiled):
 
 @pytest.mark.slow
 @needs_libtpu
+def test_low_bits_halve_what_a_decode_step_reads(tmp_path):
+    shape = {"Qwen3Config.num_layers": 4, "Qwen3Config.vocab_size": 1024, "SamplerConfig.slots": 32}
+    bits = {"none": {}, "low": {"SamplerConfig.quantization": "'int8'", "SamplerConfig.kv_dtype": "'fp8'"}}
+    found = {}
+    for name, settings in bits.items():
+        done, report = plan("qwen3_8b_grpo_v5e_8", "v5e:2x4", shape | settings, ("decode",), tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        found[name] = report["programs"][0]
+    own = {name: one["memory"]["own"] for name, one in found.items()}
+    assert own["low"]["KV pool"] < 0.51 * own["none"]["KV pool"]
+    assert found["low"]["time"]["hbm_s"] < 0.55 * found["none"]["time"]["hbm_s"]
+
+
+@pytest.mark.slow
+@needs_libtpu
 def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path):
     settings = SMALL | {"SamplerConfig.pages": 1_000_000}
     done, found = plan("qwen3_8b_grpo_v5e_8", "v5e:2x4", settings, ("decode",), tmp_path)

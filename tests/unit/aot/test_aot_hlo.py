@@ -153,6 +153,35 @@ def test_bytes_are_those_of_what_is_sliced_not_of_what_it_is_sliced_from():
     assert once * 0.6 < work.hbm_bytes < once * 2
 
 
+RENAMED = """HloModule m
+
+%renamed (p: s8[36,64,128]) -> s8[36,64,128] {
+  %p = s8[36,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = s8[36,64,128]{2,1,0:T(8,128)(4,1)} copy(%p)
+}
+
+%layer (stack: s8[36,64,128], i: s32[]) -> bf16[1,64,128] {
+  %stack = s8[36,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %f = s8[36,64,128]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%renamed
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %d = s8[1,64,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%f, %i, %zero, %zero), dynamic_slice_sizes={1,64,128}
+  ROOT %w = bf16[1,64,128]{2,1,0:T(8,128)(2,1)S(1)} convert(%d)
+}
+
+ENTRY %main (stack: s8[36,64,128], i: s32[]) -> bf16[1,64,128] {
+  %stack = s8[36,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %w = bf16[1,64,128]{2,1,0:S(1)} fusion(%stack, %i), kind=kLoop, calls=%layer
+}
+"""
+
+
+def test_a_copy_to_another_layout_of_the_same_memory_reads_nothing():
+    """So TPU compilers read int8 weights: a layer is read, as int8, and its bfloat16 stays on the chip."""
+    assert hlo.read(RENAMED, AXES).hbm_bytes == 64 * 128 + 4  # and the index
+
+
 # ---- a training step on CPU -----------------------------------------------------------------------------------------
 
 

@@ -29,15 +29,33 @@ CFG = SamplerConfig(slots=4, max_context=96, page_size=16, prefill_chunk=64, ste
 WIDTH = CFG.pages_per_sequence
 
 
+class Buffer:
+    """What a TPU kernel reads of a buffer: rows of it, also as 32-bit words that hold a number each of several rows."""
+
+    def __init__(self, rows):
+        self._rows, self.shape, self.dtype = rows, rows.shape, rows.dtype
+
+    def reshape(self, *shape):
+        return Buffer(self._rows.reshape(*shape))
+
+    def bitcast(self, dtype):
+        packed = jnp.dtype(dtype).itemsize // self.dtype.itemsize
+        apart = self._rows.reshape(-1, packed, self.shape[-1]).swapaxes(1, 2)
+        return Buffer(jax.lax.bitcast_convert_type(apart, dtype))
+
+    def __getitem__(self, index):
+        return self._rows[index]
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run TPU kernels on CPU. Two things in the kernel that jax 0.10.2's interpreters cannot do are said otherwise:
-    indexing a reshaped buffer, and a masked store (the TPU interpreter mistakes its bounds)."""
+    reading a reshaped buffer, and a masked store (the TPU interpreter mistakes its bounds)."""
 
     def wait(self):
         for copy in self._async_copies:
             copy.wait()
-        return self._vmem_buf[...]
+        return Buffer(self._vmem_buf[...])
 
     def store(ref, value, *, mask):
         ref[...] = jnp.where(mask, value, ref[...])
@@ -48,21 +66,22 @@ def interpreted(monkeypatch):
         yield
 
 
-def engine(kind, mesh):
-    out = Engine(MODEL, CFG, mesh, BATCH_AXES)
+def engine(kind, mesh, fp8=False):
+    cfg = dataclasses.replace(CFG, kv_dtype="fp8" if fp8 else "auto")
+    out = Engine(MODEL, cfg, mesh, BATCH_AXES)
     args = (MODEL.cfg, MODEL.dtype, CFG.page_size, out.pages_per_shard)
     if kind == "ragged":
-        out.path = out.decode_path = RaggedPath(*args, mesh)
+        out.path = out.decode_path = RaggedPath(*args, mesh, fp8)
     elif kind == "triton":
         out.decode_path = TritonPath(*args, False, mesh, interpret=True)
     return out
 
 
-def run(kind, mesh, params):
+def run(kind, mesh, params, fp8=False):
     """Run two prompts in chunks (one ends in padding), into slots 0 and 2, decoded greedily; return all outputs of the
     engine."""
     rng = np.random.default_rng(0)
-    eng = engine(kind, mesh)
+    eng = engine(kind, mesh, fp8)
     state = eng.init_decode_state()
     mine = np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)  # pages of the prompts
     shards = eng.num_shards  # with two, each prompt is alone on its shard, in its row 0 and slot 0
@@ -105,6 +124,13 @@ def said(params):
 def test_the_tpu_path_says_what_the_dense_path_says(said, params, interpreted, sizes):
     data, tensor = sizes
     same(said, run("ragged", MeshSpec(data=data, tensor=tensor).build(), params))
+
+
+def test_the_tpu_path_reads_float8_as_the_dense_path_does(params, interpreted):
+    mesh = MeshSpec().build(jax.devices()[:1])
+    for a, b in zip(run("dense", mesh, params, True), run("ragged", mesh, params, True), strict=True):
+        # keys near the middle of two float8 neighbours may be rounded either way
+        assert np.quantile(np.abs(a - b), 0.9) < 1e-4
 
 
 def test_the_gpu_path_says_what_the_dense_path_says(said, params):
@@ -188,12 +214,12 @@ def test_a_path_that_cannot_run_is_refused_with_the_reason(platform, attention, 
 
 
 def test_windows_are_refused_by_the_triton_path():
-    assert "sliding windows" in why_not("triton", "gpu", Gemma3Config(), 16)
+    assert "sliding windows" in why_not("triton", "gpu", Gemma3Config(), 16, fp8=False)
 
 
 def test_a_jax_without_the_triton_backend_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "Pallas for Triton, which JAX" in why_not("triton", "gpu", MODEL.cfg, 16)
+    assert "Pallas for Triton, which JAX" in why_not("triton", "gpu", MODEL.cfg, 16, fp8=False)
 
 
 def test_auto_takes_the_first_measured_path_that_can_run(monkeypatch):
