@@ -316,8 +316,8 @@ def random_sampler_weights(model: Any) -> Any:
 
     from rolljax.trainer.publish import lies_apart
 
-    weights = random_weights(model)
-    return jax.jit(model.apart)(weights) if lies_apart(one_device_mesh()) else weights
+    form = (lambda x: model.apart(model.sampled(x))) if lies_apart(one_device_mesh()) else model.sampled
+    return jax.jit(form, donate_argnums=0)(random_weights(model))
 
 
 def same_bits(first: Any, *others: Any) -> bool:
@@ -330,13 +330,16 @@ def same_bits(first: Any, *others: Any) -> bool:
 
 
 def weight_bytes(model: Any) -> float:
-    """Return the bytes of the weights that a decode step reads: all matrices in the compute dtype, without an embedding
-    that is not the output matrix."""
+    """Return the bytes of the weights that a decode step reads: all matrices as the sampler has them, without an
+    embedding that is not the output matrix."""
+    import jax
     import jax.numpy as jnp
 
     from rolljax.aot.programs import matmul_params
 
-    return matmul_params(model) * jnp.dtype(model.dtype).itemsize
+    itemsize = jnp.dtype(model.dtype).itemsize
+    sampled = jax.tree.leaves(jax.eval_shape(lambda x: model.sampled(model.computed(x)), model.abstract()))
+    return matmul_params(model) * itemsize - (itemsize - 1) * sum(x.size for x in sampled if x.dtype == jnp.int8)
 
 
 def kv_bytes(model: Any) -> float:

@@ -1,9 +1,9 @@
 """Decode and prefill: tokens per second and share of the roofline, by shape, batch and attention path.
 
 Decoding is bound by memory: a step must read all weights once, and the keys and values of every row's context. The
-roofline's time is these bytes over the peak bandwidth. Prefill is bound by arithmetic: its share is of peak FLOP/s.
-Weights are random, the cache is filled with random keys and values. `sampler` rows go the whole way: requests,
-scheduler, pages, host.
+roofline's time is these bytes over the peak bandwidth. `weights int8` is `SamplerConfig.quantization`. Prefill is bound
+by arithmetic: its share is of peak FLOP/s. Weights are random, the cache is filled with random keys and values.
+`sampler` rows go the whole way: requests, scheduler, pages, host.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def decode_figures(
         pages=batch * (-(-longest // 64)) + 1,
         steps_per_dispatch=steps,
         attention=attention,  # type: ignore[arg-type]
+        quantization="int8" if model.int8_sampler else "none",
     )
     engine = Engine(model, cfg, one_device_mesh(), BATCH_AXES)
     state = engine.init_decode_state()
@@ -244,6 +245,17 @@ def body(piece: Piece) -> None:
                 if piece.has_time(what, 4 * COMPILE_S):
                     with piece.attempt(what) as row:
                         row |= sampler_figures(model, weights, requests=requests, prompt=prompt, answer=answer)
+        del weights
+        gc.collect()
+        model = dataclasses.replace(model, int8_sampler=True)
+        weights = random_sampler_weights(model)
+        for batch in batches[:2]:
+            what = {"what": "decode", "shape": name, "batch": batch, "context": context, "weights": "int8"}
+            if piece.has_time(what, 2 * COMPILE_S):
+                with piece.attempt(what) as row:
+                    row |= decode_figures(
+                        model, weights, piece.peaks, batch=batch, context=context, attention="auto", steps=steps
+                    )
         del weights
         gc.collect()
 

@@ -158,7 +158,8 @@ class RaggedPath:
                 f"leaves {heads / tensor:g} of {heads} key/value heads to a device, which the TPU kernel cannot tile",
                 setting="MeshSpec.tensor",
                 value=tensor,
-                remedy=f"leave {least}, {2 * least}, {4 * least} or a multiple of {8 * least} heads to each device",
+                remedy=f"leave {least}, {2 * least}, {4 * least} or a multiple of {8 * least} heads to each device"
+                + (", or set SamplerConfig.kv_dtype = 'auto'" if self.fp8 else ""),
             )
         tiled = -(-rows // 8) * 8  # rows of a table are padded to 8, pages per row to 128
         fits = (SMEM_BYTES - 4096 - 8 * rows) // (4 * tiled) // LANES * LANES

@@ -71,7 +71,7 @@ class SamplerConfig:
     """Form of the sampler's weights. 'int8': the linear maps of the layers are int8, with a scale for each output, made
     on the devices at each publish. A decode step, which reads all weights, then reads about half of bfloat16's bytes.
     Experts, the embedding and the output matrix stay as they are. Sampled log-probs differ more from the trainer's:
-    watch `mismatch/k3_nat`, and set an algorithm's `correction` if it is large (docs/accelerators.md)."""
+    watch `mismatch/k3_nat`, and set an algorithm's `correction` if it is large (docs/scaling.md)."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of keys and values in pages. 'auto': the model's compute dtype; 'fp8': float8_e4m3fn without scales, half of
     bfloat16's bytes. As with `quantization`, sampled log-probs then differ more from the trainer's. 'triton' does not

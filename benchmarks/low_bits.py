@@ -1,0 +1,83 @@
+"""Learning from samples of int8 weights and float8 keys and values, against samples of full precision.
+
+    python benchmarks/low_bits.py FOLDER [--seeds 3] [--only CONFIG] [--figure docs/low_bits.png]
+
+Runs `quickstart` and the agent `agents/calculator` with every seed, each twice: as they are, and with
+`SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. Nothing else differs.
+Printed for each run: held-out reward after the last phase (sampled with the same bits), and the gap between the
+log-probs of sampler and trainer (`mismatch/k3_nat`), mean and largest of the steps of RL. The figure has both by step.
+A run that was stopped continues, and one that has ended is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+
+from rolljax.library.run import Run
+from rolljax.library.verbs import train
+from rolljax.storage.run_reader import RunReader
+
+CONFIGS = ("quickstart", "agents/calculator")
+ARMS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "low bits": {"SamplerConfig.quantization": "int8", "SamplerConfig.kv_dtype": "fp8"},
+}
+
+
+def curves(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sampled reward and the gap of every step of RL, `[steps]`."""
+    rows = [row for row in RunReader(run.path).rows() if "mismatch/k3_nat" in row]
+    return tuple(np.array([row[name] for row in rows]) for name in ("reward/mean", "mismatch/k3_nat"))
+
+
+def draw(path: Path, found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]]) -> None:
+    """Draw rewards above, smoothed over 5 steps, and gaps below; a line for each seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(CONFIGS), figsize=(9, 5), squeeze=False, sharex="col")
+    colors = dict(zip(ARMS, ("tab:gray", "tab:red"), strict=True))
+    for (config, arm), seeds in found.items():
+        column = CONFIGS.index(config)
+        for i, (rewards, gaps) in enumerate(seeds):
+            smooth = np.convolve(rewards, np.ones(5) / 5, mode="valid")
+            axes[0, column].plot(np.arange(len(smooth)) + 5, smooth, color=colors[arm], alpha=0.8)
+            axes[1, column].semilogy(gaps, color=colors[arm], alpha=0.8, label=arm if i == 0 else None)
+        axes[0, column].set(title=config, ylabel="reward")
+        axes[1, column].set(xlabel="step of RL", ylabel="mismatch/k3_nat")
+        axes[1, column].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run every arm, and print and draw what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=CONFIGS)
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+    for config in [args.only] if args.only else CONFIGS:
+        for arm, settings in ARMS.items():
+            for seed in range(args.seeds):
+                name = f"{config}_{arm}_{seed}".replace("/", "_").replace(" ", "_")
+                run = train(config, set=settings | {"Recipe.seed": seed}, run_dir=args.folder / name, progress=False)
+                rewards, gaps = curves(run)
+                found.setdefault((config, arm), []).append((rewards, gaps))
+                end = run.heldout_reward[-1]["mean"]
+                gap = f"{gaps.mean():.1e} (largest {gaps.max():.1e})"
+                print(
+                    f"{config:18} {arm:26} seed {seed}: held out {end:.2f}, {len(rewards)} steps, k3 {gap}", flush=True
+                )
+    if args.figure:
+        draw(args.figure, found)
+
+
+if __name__ == "__main__":
+    main()
