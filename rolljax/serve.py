@@ -38,6 +38,8 @@ MAX_CONTEXT = 4096
 """Default context for models that allow a longer one; `--max_context` overrides it."""
 SIZES = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch", "speculate")
 """Sizes of the sampler that may be named."""
+BITS = {"quantization": ("none", "int8"), "kv_dtype": ("auto", "fp8")}
+"""Further settings of the sampler that may be named, and their values."""
 DTYPES = ("float32", "bfloat16")
 CLOSING_S = 5
 """Seconds for writing the last answers to their clients, after all answers are done or cancelled."""
@@ -77,6 +79,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     sizes.add_argument("--speculate", type=int, help="tokens guessed ahead and checked in one step (default: 0)")
     sizes.add_argument("--tensor", type=int, default=1, help="devices a layer is split over (default: %(default)s)")
     sizes.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, else bfloat16")
+    sizes.add_argument("--quantization", choices=BITS["quantization"], help="of the layers' weights (default: none)")
+    sizes.add_argument("--kv_dtype", choices=BITS["kv_dtype"], help="of keys and values (default: auto, as --dtype)")
     return parser.parse_args(argv)
 
 
@@ -98,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
                 name=args.served_model_name,
                 tensor=args.tensor,
                 dtype=args.dtype,
-                **{name: getattr(args, name) for name in SIZES},
+                **{name: getattr(args, name) for name in (*SIZES, *BITS)},
             )
             from rolljax.concurrency.waits import Watchdog
             from rolljax.sampler.client import Sampler
@@ -225,8 +229,8 @@ def load(
         newest.
       chat_template: of a folder: the path of a file, or `plain`. name: of the model in requests; None: the folder's.
       tensor: devices a layer is split over. dtype: None: the run's; of a folder float32 on CPU, else bfloat16.
-      recipe: of the run; None: the settings of the policy that the run folder records. sizes: `SIZES` of the sampler;
-        None: the run's, or the defaults.
+      recipe: of the run; None: the settings of the policy that the run folder records. sizes: `SIZES` and `BITS` of the
+        sampler; None: the run's, or the defaults.
 
     Raises:
       ConfigError: arguments that cannot be used together. CheckpointError: weights that cannot be read.
@@ -264,9 +268,8 @@ def load(
     else:
         tokenizer = load_tokenizer(folder)
         chat = Chat.of(tokenizer, chat_template or "") if chat_template or tokenizer.chat_template else None
-    mesh = MeshSpec(tensor=tensor).build()
+    sampler, mesh = read_sizes(sizes, sampler, cfg, of_run=bool(run)), MeshSpec(tensor=tensor).build()
     decoder = Model(cfg, dtype, lora=lora, int8_sampler=sampler.quantization == "int8")
-    sampler = read_sizes(sizes, sampler, cfg, of_run=bool(run))
     name = name or Path(folder).resolve().name
     served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sampler.max_context)
     print(f"loading {name}", file=sys.stderr, flush=True)
@@ -285,7 +288,7 @@ def read_sizes(sizes: Mapping[str, Any], sampler: SamplerConfig, cfg: DecoderCon
 
     given = {name: size for name, size in sizes.items() if size is not None}
     for name, size in given.items():
-        if type(size) is not int:
+        if name in SIZES and type(size) is not int:
             raise ConfigError("must be int", setting=f"--{name}", value=size)
     if not of_run:
         given.setdefault("max_context", min(cfg.max_position, MAX_CONTEXT))

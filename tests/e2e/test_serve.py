@@ -712,6 +712,8 @@ def test_a_model_folder_is_loaded(folder, params, chat):
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert (served.name, served.max_context, version) == ("tiny-model", 64, 0)
     assert engine.cfg.max_context == 64 and served.stop_ids == chat.stop_ids
+    engine, loaded, *_ = serve.load(model=folder, max_context=64, quantization="int8", kv_dtype="fp8")
+    assert loaded["layers"]["q"].dtype == np.int8 and engine.path.stored == "float8_e4m3fn"
 
 
 @pytest.mark.slow
@@ -719,6 +721,7 @@ def test_the_command_serves_and_drains(run_folder):
     env = os.environ | {"PYTHONPATH": str(ROOT), "ROLLJAX_API_KEY": KEY}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     sizes = ["--slots", "8", "--max_context", "64", "--prefill_chunk", "32", "--speculate", "3"]
+    sizes += ["--quantization", "int8", "--kv_dtype", "fp8"]
     command = [sys.executable, "-m", "rolljax.serve", "--run", str(run_folder), "--port", "0", *sizes]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
