@@ -76,6 +76,15 @@ def test_new_weights_lie_where_the_old_ones_did(model, cfg, form):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(second), jax.device_get(wanted))
 
 
+def test_weights_are_rounded_where_they_arrive(form):
+    mesh, to = MeshSpec(fsdp=4, data=1).build(jax.devices()[:4]), MeshSpec(data=2).build(jax.devices()[4:6])
+    model = INT8["int8"]
+    params, trained = weights(model, mesh, 0)
+    wanted = jax.jit(model.sampled)(model.computed(params))
+    wanted = model.apart(wanted) if form == "apart" else wanted
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(make_publish(mesh, model, to)(trained)), wanted)
+
+
 def test_no_stack_of_layers_is_ever_gathered():
     mesh = TRAINER.build()
     big = Model(Qwen3Config(num_layers=64, hidden_size=256, ffn_size=512), "bfloat16")
