@@ -44,7 +44,7 @@ from rolljax.sampler.arrays import (
     Scores,
 )
 from rolljax.sampler.kernels import paths_for
-from rolljax.sampler.kv import Path
+from rolljax.sampler.kv import PageTable, Path
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, draw, fold_address
 from rolljax.sampler.settings import MIN_CHUNK, MIN_ROWS, SamplerConfig
 
@@ -262,7 +262,7 @@ class Engine:
         decoder, path = self._bind(params, chunks.adapter), self.path
         T = chunks.tokens.shape[1]
         pool = path.copy_pages(state.pool, chunks.copy_from, chunks.copy_to)
-        reading, cache = path.open(pool, chunks.table, chunks.start, T, read)
+        reading, cache = path.open(pool, PageTable(chunks.table, chunks.start), T, read)
         positions = chunks.start[:, None] + jnp.arange(T)
         attend = path.attend(reading, 0, chunks.count)
         hidden_RTD, cache, _ = decoder(chunks.tokens, positions, attend, cache, in_place=True)
@@ -318,7 +318,8 @@ class Engine:
         state = _rows_of(all_slots, slot_S)
         decoder = self._bind(params, state.adapter)
         start_S = state.position
-        reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1], shared_NW)
+        pages = PageTable(table_SW, start_S, shared_NW)
+        reading, cache = path.open(all_slots.pool, pages, K, table_SW.shape[1])
 
         def more(carry: Carry) -> jax.Array:
             i, state, _, _ = carry
@@ -373,7 +374,8 @@ class Engine:
         state = _rows_of(all_slots, slot_S)
         decoder = self._bind(params, state.adapter)
         active = state.remaining > 0
-        reading, cache = path.open(all_slots.pool, table_SW, state.position, T, table_SW.shape[1])
+        pages = PageTable(table_SW, state.position)
+        reading, cache = path.open(all_slots.pool, pages, T, table_SW.shape[1])
         attend = path.attend(reading, 0, jnp.where(active, count_S + 1, 0))
         tokens_ST = jnp.concatenate([state.token[:, None], draft_SK], axis=1)
         position_ST = state.position[:, None] + jnp.arange(T)

@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.implementations import implementation
-from rolljax.sampler.kv import FP8, DensePath, Path, by_block, by_row, copy_pages, in_pool, split_length
+from rolljax.sampler.kv import FP8, DensePath, PageTable, Path, by_block, by_row, copy_pages, in_pool
 from rolljax.sampler.settings import MIN_CHUNK
 
 LANES = 128
@@ -112,17 +112,6 @@ def paths_for(
     return dense, dataclasses.replace(dense, unroll=unroll)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PageTable:
-    """The input of these paths in addition to the pool: page ids `[B, W]`, and the number of their tokens `[B]`."""
-
-    table: jax.Array
-    length: jax.Array
-    shared: tuple[jax.Array, jax.Array] | None = None
-    """The same of the pages that blocks of rows begin with (see `kv`): `[N, W]`, `[N]`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RaggedPath:
     """TPU: JAX's Pallas kernel `ragged_paged_attention`, one call per layer, for prefill and decode steps alike.
@@ -182,18 +171,10 @@ class RaggedPath:
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
         return copy_pages(pool, self.cfg.num_layers, source, target)
 
-    def open(
-        self,
-        pool: jax.Array,
-        table_BW: jax.Array,
-        length_B: jax.Array,
-        room: int,
-        read: int,
-        shared_NW: jax.Array | None = None,
-    ) -> tuple[PageTable, jax.Array]:
+    def open(self, pool: jax.Array, pages: PageTable, room: int, read: int) -> tuple[PageTable, jax.Array]:
         del room, read
-        assert shared_NW is None, "the TPU kernel does not return what a softmax over two calls needs"
-        return PageTable(table_BW, length_B), pool
+        assert pages.shared is None, "the TPU kernel does not return what a softmax over two calls needs"
+        return pages, pool
 
     def attend(self, reading: PageTable, first: jax.Array | int, count_B: jax.Array) -> Attend:
         # The kernel lines up a row's last query with its last key, so a row whose tokens end in padding is given keys
@@ -240,7 +221,7 @@ class RaggedPath:
         ) -> tuple[jax.Array, jax.Array]:
             size, on = window or Window(None, False)
             run = _over_heads(self.mesh, functools.partial(local, size=size), pool_axis=self.head_axis)
-            unsplit = reading.table, start_B, count_B, jnp.int32(layer), jnp.asarray(on)
+            unsplit = reading.own, start_B, count_B, jnp.int32(layer), jnp.asarray(on)
             return run(q_BTHC, k_BTKC, v_BTKC, cache, *unsplit)
 
         return attend
@@ -292,22 +273,14 @@ class TritonPath(DensePath):
     """Run the kernel in Pallas' interpreter, on any device."""
     sized = False
 
-    def open(
-        self,
-        pool: jax.Array,
-        table_BW: jax.Array,
-        length_B: jax.Array,
-        room: int,
-        read: int,
-        shared_NW: jax.Array | None = None,
-    ) -> tuple[Any, jax.Array]:
+    def open(self, pool: jax.Array, pages: PageTable, room: int, read: int) -> tuple[Any, jax.Array]:
         del room, read
-        before_B, own_B = split_length(length_B, shared_NW, self.page_size)
-        shared = None if shared_NW is None else (shared_NW, before_B[:: len(before_B) // len(shared_NW)])
-        return PageTable(table_BW, own_B, shared), pool
+        return pages, pool
 
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend:
-        start_B = jnp.where(count_B > 0, reading.length + first, 0)
+        _, own_B = reading.split_length(self.page_size)
+        start_B = jnp.where(count_B > 0, own_B + first, 0)
+        shared = None if reading.shared is None else (reading.shared, reading.shared_length(self.page_size))
 
         def local(
             q_B1HC: jax.Array,
@@ -347,7 +320,7 @@ class TritonPath(DensePath):
             if window is not None:
                 raise NotImplementedError("the GPU kernel has no windows")  # `why_not` has refused the model
             run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
-            unsplit = reading.table, start_B, count_B, jnp.int32(layer), reading.shared
+            unsplit = reading.own, start_B, count_B, jnp.int32(layer), shared
             return run(q_BTHC, k_BTKC, v_BTKC, cache, *unsplit)
 
         return attend

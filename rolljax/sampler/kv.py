@@ -3,17 +3,13 @@
 A `Path` owns the layout of the pool (one flat array of layers x pages, so that layer l finds page p at `l * pages + p`)
 and how new tokens are written to it and attend to earlier tokens. Both programs of the engine use it the same way:
 
-    reading, cache = path.open(pool, table, length, room, read)      before the model runs
-    decoder(..., path.attend(reading, first, count), cache)          once (prefill), or once per decode step
-    pool = path.close(pool, reading, cache, count)                   after
+    reading, cache = path.open(pool, pages, room, read)         before the model runs
+    decoder(..., path.attend(reading, first, count), cache)     once (prefill), or once per decode step
+    pool = path.close(pool, reading, cache, count)              after
 
-`table [B, W]` are the page ids of each row, in order; `length [B]` the tokens that are in them already; `room` how many
-new tokens a row may get until `close`; `read` how many pages of the table hold earlier tokens at most (0: no row has
-any); `first` which of the new tokens come now; `count [B]` how many of them hold (of those that come now; of all).
-
-Rows that begin with the same pages can read them once (Hydragen, arXiv 2402.05099; "cascade attention"). The B rows are
-then N blocks of B / N rows: `shared [N, W]` are the pages that all rows of a block begin with, -1 after the last;
-`table` has only the pages that follow. Attention is one softmax over both.
+`pages` is the `PageTable` of the rows; `room` how many new tokens a row may get until `close`; `read` how many pages of
+the table hold earlier tokens at most (0: no row has any); `first` which of the new tokens come now; `count [B]` how
+many of them hold (of those that come now; of all).
 
 `DensePath` is for CPU and GPU: it copies the rows' context out of the pages once, in the layout that matrix products
 need, keeps the new tokens in a separate array, and writes them to their pages at the end. The cost of the copy comes
@@ -37,6 +33,35 @@ FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """The pages of some rows, and how many tokens are in them.
+
+    Rows that begin with the same pages can read them once (Hydragen, arXiv 2402.05099; "cascade attention"). The B rows
+    are then N blocks of B / N rows. Attention is one softmax over the shared pages and a row's own.
+    """
+
+    own: jax.Array
+    """`[B, W]` page ids of each row, in order; only those that follow the shared ones."""
+    length: jax.Array
+    """`[B]` tokens in all pages of a row."""
+    shared: jax.Array | None = None
+    """`[N, W]` pages that all rows of a block begin with, -1 after the last; None: none are shared."""
+
+    def shared_length(self, page_size: int) -> jax.Array:
+        """Return the tokens in the shared pages of each block, `[N]`."""
+        assert self.shared is not None
+        return jnp.sum(self.shared >= 0, axis=1) * page_size
+
+    def split_length(self, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """Return how many tokens of each row lie in shared pages, and how many in its own."""
+        if self.shared is None:
+            return jnp.zeros_like(self.length), self.length
+        before_B = jnp.repeat(self.shared_length(page_size), len(self.length) // len(self.shared))
+        return before_B, jnp.maximum(self.length - before_B, 0)
+
+
 class Path(Protocol):
     """The layout of keys and values in the pool of pages, and the attention of new tokens to them."""
 
@@ -53,15 +78,7 @@ class Path(Protocol):
     def pool_shape(self, num_pages: int) -> tuple[int, ...]: ...
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array: ...
 
-    def open(
-        self,
-        pool: jax.Array,
-        table_BW: jax.Array,
-        length_B: jax.Array,
-        room: int,
-        read: int,
-        shared_NW: jax.Array | None = None,
-    ) -> tuple[Any, Any]: ...
+    def open(self, pool: jax.Array, pages: PageTable, room: int, read: int) -> tuple[Any, Any]: ...
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend: ...
     def close(self, pool: jax.Array, reading: Any, cache: Any, count_B: jax.Array) -> jax.Array: ...
 
@@ -121,19 +138,11 @@ class DensePath:
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
         return copy_pages(pool, self.cfg.num_layers, source, target)
 
-    def open(
-        self,
-        pool: jax.Array,
-        table_BW: jax.Array,
-        length_B: jax.Array,
-        room: int,
-        read: int,
-        shared_NW: jax.Array | None = None,
-    ) -> tuple[Reading, Any]:
-        before_B, own_B = split_length(length_B, shared_NW, self.page_size)
-        shared = None if shared_NW is None else self._copied(pool, shared_NW, 0)
-        cache = self._copied(pool, table_BW[:, :read], room)
-        return Reading(table_BW, own_B, read * self.page_size, before_B, shared), cache
+    def open(self, pool: jax.Array, pages: PageTable, room: int, read: int) -> tuple[Reading, Any]:
+        before_B, own_B = pages.split_length(self.page_size)
+        shared = None if pages.shared is None else self._copied(pool, pages.shared, 0)
+        cache = self._copied(pool, pages.own[:, :read], room)
+        return Reading(pages.own, own_B, read * self.page_size, before_B, shared), cache
 
     def _copied(self, pool: jax.Array, table_BW: jax.Array, room: int) -> Any:
         """Return keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of every layer; the last `room` are
@@ -230,14 +239,6 @@ def as_in_pool(x: jax.Array, stored: str) -> jax.Array:
     """Round new keys or values to what the pool will hold, so that what a token attends to does not depend on which
     tokens are computed in one program."""
     return x if x.dtype == stored else jax.lax.optimization_barrier(in_pool(x, stored)).astype(x.dtype)
-
-
-def split_length(length_B: jax.Array, shared_NW: jax.Array | None, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return how many of the rows' tokens lie in shared pages, and how many in their own."""
-    if shared_NW is None:
-        return jnp.zeros_like(length_B), length_B
-    before_B = jnp.repeat(jnp.sum(shared_NW >= 0, axis=1) * page_size, len(length_B) // len(shared_NW))
-    return before_B, jnp.maximum(length_B - before_B, 0)
 
 
 def by_block(x: jax.Array, blocks: int) -> jax.Array:

@@ -20,7 +20,7 @@ from rolljax.sampler import kernels, kv
 from rolljax.sampler.arrays import Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.kernels import RaggedPath, TritonPath, paths_for, why_not
-from rolljax.sampler.kv import DensePath
+from rolljax.sampler.kv import DensePath, PageTable
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 
@@ -146,7 +146,7 @@ def test_what_does_not_hold_is_written_nowhere():
 
     path = Write(MODEL.cfg, "float32", 4, 10, MeshSpec().build(jax.devices()[:1]))
     table = jnp.array([[3, 5, -1], [7, -1, -1], [-1, -1, -1]])
-    reading, pool = path.open(jnp.zeros(path.pool_shape(10)), table, jnp.array([2, 0, 9]), 4, 3)
+    reading, pool = path.open(jnp.zeros(path.pool_shape(10)), PageTable(table, jnp.array([2, 0, 9])), 4, 3)
     ones = lambda heads: jnp.ones((3, 4, heads, 16))  # noqa: E731
     _, pool = path.attend(reading, 0, jnp.array([3, 1, 0]))(ones(4), ones(2), ones(2), pool, 1)
     assert np.unique(pool[..., 16:]).tolist() == [0]  # the head size is padded
@@ -255,7 +255,8 @@ def test_pages_that_rows_share_are_read_as_if_each_row_had_them(kind, window):
     looks = None if window is None else attention.Window(window, True)
 
     def played(table, *shared):
-        reading, cache = path.open(pool, jnp.asarray(table), jnp.asarray(length), 2, table.shape[1], *shared)
+        pages = PageTable(jnp.asarray(table), jnp.asarray(length), *shared)
+        reading, cache = path.open(pool, pages, 2, table.shape[1])
         out, ones = [], jnp.ones(rows, jnp.int32)
         for step in range(2):
             mixed, cache = path.attend(reading, step, ones)(*(x[step] for x in qkv), cache, 1, looks)
@@ -295,7 +296,7 @@ def test_prefill_by_cudnn_gives_what_the_dense_path_gives(monkeypatch, window):
     def mixed(path):
         pool, out = jnp.zeros(path.pool_shape(8), path.pool_dtype), []
         for start, read in ((0, 0), (8, 2)):
-            reading, cache = path.open(pool, table, jnp.full(2, start), 8, read)
+            reading, cache = path.open(pool, PageTable(table, jnp.full(2, start)), 8, read)
             attend = path.attend(reading, 0, jnp.full(2, 8))
             chunk, cache = attend(*(x[:, start : start + 8] for x in qkv), cache, 0, looks)
             pool = path.close(pool, reading, cache, jnp.full(2, 8))
