@@ -331,8 +331,8 @@ class _HloReader:
                 total += sum(a.nbytes for a in arrays(user.shape))
             elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == one.name:
                 continue
-            elif user.opcode in ("bitcast", "get-tuple-element") or "output_to_operand_aliasing" in user.attributes:
-                total += self._read_bytes(home, user, nbytes)  # in a fusion an aliased copy only renames a layout
+            elif user.opcode in ("bitcast", "get-tuple-element") or self._renames(user):
+                total += self._read_bytes(home, user, nbytes)
             elif user.opcode == "fusion":
                 inner = self.computations[user.attribute("calls") or ""]
                 own = [p for p, n in zip(inner.parameters(), user.operands, strict=False) if n == one.name]
@@ -340,6 +340,12 @@ class _HloReader:
             else:
                 return nbytes
         return min(total, nbytes)
+
+    def _renames(self, one: Instruction) -> bool:
+        """Return whether an instruction inside a fusion is a copy to the same memory, in a layout of another name."""
+        if one.opcode != "fusion" or "output_to_operand_aliasing" not in one.attributes:
+            return False
+        return self.computations[one.attribute("calls") or ""].root.opcode == "copy"
 
     def _written_bytes(self, home: Computation, root: Instruction | None, nbytes: int) -> float:
         """Return the bytes that a fusion writes of a result of `nbytes`."""
