@@ -43,7 +43,7 @@ class PageTable:
     """
 
     own: jax.Array
-    """`[B, W]` page ids of each row, in order; only those that follow the shared ones."""
+    """`[B, W]` page ids of each row, in order, without the shared pages."""
     length: jax.Array
     """`[B]` tokens in all pages of a row."""
     shared: jax.Array | None = None
