@@ -1,11 +1,14 @@
 """Learning from samples of int8 weights and float8 keys and values, against samples of full precision.
 
-    python benchmarks/low_bits.py FOLDER [--seeds 3] [--only CONFIG] [--figure docs/low_bits.png]
+    python benchmarks/low_bits.py FOLDER [--seeds 3] [--only CONFIG] [--arms ARM ...]
+        [--figure docs/low_bits.png]
 
-Runs `quickstart` and the agent `agents/calculator` with every seed, each twice: as they are, and with
-`SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. Nothing else differs.
-Printed for each run: held-out reward after the last phase (sampled with the same bits), and the gap between the
-log-probs of sampler and trainer (`mismatch/k3_nat`), mean and largest of the steps of RL. The figure has both by step.
+Runs `quickstart` and the agent `agents/calculator` with every seed as they are, and with low bits:
+`SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. `--arms` names others: one of the two settings alone.
+Nothing else differs.
+Printed for each run: held-out reward after the last phase (sampled with the same bits), the reward of the last 20
+steps of RL, and the gap between the log-probs of sampler and trainer (`mismatch/k3_nat`), mean and largest of all
+steps. The figure has both by step.
 A run that was stopped continues, and one that has ended is not run again.
 """
 
@@ -22,10 +25,9 @@ from rolljax.library.verbs import train
 from rolljax.storage.run_reader import RunReader
 
 CONFIGS = ("quickstart", "agents/calculator")
-ARMS: dict[str, dict[str, str]] = {
-    "float32": {},
-    "low bits": {"SamplerConfig.quantization": "int8", "SamplerConfig.kv_dtype": "fp8"},
-}
+INT8, FP8 = {"SamplerConfig.quantization": "int8"}, {"SamplerConfig.kv_dtype": "fp8"}
+ARMS: dict[str, dict[str, str]] = {"float32": {}, "low bits": INT8 | FP8, "int8": INT8, "fp8": FP8}
+DRAWN = ("float32", "low bits")
 
 
 def curves(run: Run) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +41,7 @@ def draw(path: Path, found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndar
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, len(CONFIGS), figsize=(9, 5), squeeze=False, sharex="col")
-    colors = dict(zip(ARMS, ("tab:gray", "tab:red"), strict=True))
+    colors = dict(zip(ARMS, ("tab:gray", "tab:red", "tab:blue", "tab:green"), strict=True))
     for (config, arm), seeds in found.items():
         column = CONFIGS.index(config)
         for i, (rewards, gaps) in enumerate(seeds):
@@ -59,22 +61,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=CONFIGS)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DRAWN)
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
     for config in [args.only] if args.only else CONFIGS:
-        for arm, settings in ARMS.items():
+        for arm in args.arms:
             for seed in range(args.seeds):
                 name = f"{config}_{arm}_{seed}".replace("/", "_").replace(" ", "_")
-                run = train(config, set=settings | {"Recipe.seed": seed}, run_dir=args.folder / name, progress=False)
+                run = train(config, set=ARMS[arm] | {"Recipe.seed": seed}, run_dir=args.folder / name, progress=False)
                 rewards, gaps = curves(run)
                 found.setdefault((config, arm), []).append((rewards, gaps))
                 end = run.heldout_reward[-1]["mean"]
                 gap = f"{gaps.mean():.1e} (largest {gaps.max():.1e})"
-                print(
-                    f"{config:18} {arm:26} seed {seed}: held out {end:.2f}, {len(rewards)} steps, k3 {gap}", flush=True
-                )
+                reward = f"held out {end:.2f}, last 20 of {len(rewards)} steps {rewards[-20:].mean():.2f}"
+                print(f"{config:18} {arm:10} seed {seed}: {reward}, k3 {gap}", flush=True)
     if args.figure:
         draw(args.figure, found)
 

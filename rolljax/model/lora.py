@@ -224,8 +224,8 @@ def ends(name: str, axes: Params) -> tuple[str, str]:
 
 
 def int8_maps(axes: Params, params: Params) -> Params:
-    """Return a decoder's parameters with its linear maps as int8. A map `name` has its scales in `{name}_scale`, float32
-    `[L, out]`: a weight is its int8 times the scale of its output.
+    """Return a decoder's parameters with its linear maps as int8. A map `name` has its scales in `{name}_scale`,
+    float32 `[L, out]`: a weight is its int8 times the scale of its output.
 
     Args:
       axes: of the decoder (`Model.axes`).
