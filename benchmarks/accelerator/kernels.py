@@ -65,6 +65,7 @@ def paged_speed(
     import jax.numpy as jnp
 
     from rolljax.sampler import kernels
+    from rolljax.sampler.kv import PageTable
 
     model = decoder(piece.tiny, "bfloat16")
     cfg = model.cfg
@@ -83,7 +84,7 @@ def paged_speed(
 
             def steps(pool: Any, path: Any = path, args: Any = (table, length, q, k, v), width: int = width) -> Any:
                 table, length, q, k, v = args
-                reading, cache = path.open(pool, table, length, STEPS, width)
+                reading, cache = path.open(pool, PageTable(table, length), STEPS, width)
                 counts = jnp.ones_like(length)
 
                 def one(i: Any, state: Any) -> Any:

@@ -197,6 +197,7 @@ def paged_errors(piece: Piece) -> None:
     import jax.numpy as jnp
 
     from rolljax.model import attention
+    from rolljax.sampler.kv import PageTable
 
     rows, width, page = (3, 4, 16) if piece.tiny else (8, 64, 16)
     context = width * page - 1
@@ -218,11 +219,11 @@ def paged_errors(piece: Piece) -> None:
             @jax.jit
             def step(q: Any, k: Any, v: Any, new: Any, prefill: Any = prefill, decode: Any = decode) -> Any:
                 pool = jnp.zeros(prefill.pool_shape(rows * width), prefill.pool_dtype)
-                reading, cache = prefill.open(pool, table, jnp.zeros(rows, jnp.int32), context, 0)
+                reading, cache = prefill.open(pool, PageTable(table, jnp.zeros(rows, jnp.int32)), context, 0)
                 _, cache = prefill.attend(reading, 0, length)(q, k, v, cache, 0)
                 pool = prefill.close(pool, reading, cache, length)
                 ones = jnp.ones(rows, jnp.int32)
-                reading, cache = decode.open(pool, table, length, 1, width)
+                reading, cache = decode.open(pool, PageTable(table, length), 1, width)
                 return decode.attend(reading, 0, ones)(*new, cache, 0)[0]
 
             with piece.attempt(row) as row:
@@ -236,6 +237,7 @@ def prefill_errors(piece: Piece) -> None:
     import jax.numpy as jnp
 
     from rolljax.model import attention
+    from rolljax.sampler.kv import PageTable
 
     rows, width, page = (2, 4, 16) if piece.tiny else (4, 32, 16)
     context = width * page
@@ -258,7 +260,7 @@ def prefill_errors(piece: Piece) -> None:
                 pool = jnp.zeros(prefill.pool_shape(rows * width), prefill.pool_dtype)
                 mixed, count = [], jnp.full(rows, half, jnp.int32)
                 for start, read in ((0, 0), (half, width // 2)):
-                    reading, cache = prefill.open(pool, table, jnp.full(rows, start, jnp.int32), half, read)
+                    reading, cache = prefill.open(pool, PageTable(table, jnp.full(rows, start, jnp.int32)), half, read)
                     part = [x[:, start : start + half] for x in qkv]
                     out, cache = prefill.attend(reading, 0, count)(*part, cache, 0)
                     pool = prefill.close(pool, reading, cache, count)
