@@ -128,8 +128,8 @@ def test_adapters_learn_and_are_handed_on(trained, plan, whole):
         assert row["kl/ref_nat"] > 0
     # the base is the folder's to the bit, after all updates
     here = SingleDeviceSharding(jax.devices()[0])
-    untouched = hf.load(plan.recipe.model, plan.model, jax.tree.map(lambda _: here, whole.base.params))
-    assert fingerprint(whole.base.params) == fingerprint(untouched)
+    untouched = hf.load(plan.recipe.model, plan.model, jax.tree.map(lambda _: here, whole.base))
+    assert fingerprint(whole.base) == fingerprint(untouched)
 
 
 def test_checkpoints_hold_adapters_only(trained, base):
