@@ -1,11 +1,11 @@
 """Learning from samples of int8 weights and float8 keys and values, against samples of full precision.
 
-    python benchmarks/low_bits.py FOLDER [--seeds 3] [--only CONFIG] [--arms ARM ...]
-        [--figure docs/low_bits.png]
+    python benchmarks/low_bits.py FOLDER [--seeds 3] [--only CONFIG] [--arms ARM ...] [--figure docs/low_bits.png]
 
-Runs `quickstart` and the agent `agents/calculator` with every seed as they are, and with low bits:
-`SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. `--arms` names others: one of the two settings alone.
-Nothing else differs.
+Runs `quickstart` and the agent `agents/calculator` with every seed, once as they are and once with low bits, that is
+with `SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. Nothing else differs. `--arms int8 fp8` runs each of
+the two settings alone.
+
 Printed for each run: held-out reward after the last phase (sampled with the same bits), the reward of the last 20
 steps of RL, and the gap between the log-probs of sampler and trainer (`mismatch/k3_nat`), mean and largest of all
 steps. The figure has both by step.

@@ -173,7 +173,7 @@ class DensePath:
             window: Window | None = None,
         ) -> tuple[jax.Array, Any]:
             B, T, H, C = q_BTHC.shape
-            k_BTKC, v_BTKC = (as_in_pool(x, self.stored) for x in (k_BTKC, v_BTKC))
+            k_BTKC, v_BTKC = (rounded_to_pool(x, self.stored) for x in (k_BTKC, v_BTKC))
             keys, all_keys = _write(cache[0], k_BTKC.transpose(0, 2, 3, 1), layer, S + first, 3)
             values, all_values = _write(cache[1], v_BTKC.swapaxes(1, 2), layer, S + first, 2)
             K = keys.shape[1]
@@ -235,7 +235,7 @@ def in_pool(x: jax.Array, stored: str) -> jax.Array:
     return (jnp.clip(x, -FP8_MAX, FP8_MAX) if stored == FP8 else x).astype(stored)
 
 
-def as_in_pool(x: jax.Array, stored: str) -> jax.Array:
+def rounded_to_pool(x: jax.Array, stored: str) -> jax.Array:
     """Round new keys or values to what the pool will hold, so that what a token attends to does not depend on which
     tokens are computed in one program."""
     return x if x.dtype == stored else jax.lax.optimization_barrier(in_pool(x, stored)).astype(x.dtype)
