@@ -34,9 +34,11 @@ def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> s
       data: the file's content. step: the last finished step. recorded: `durable.Written.to_json` of each log, by name;
         missing in checkpoints of earlier versions of rolljax.
     """
+    if not step:  # the checkpoint was saved before the first row
+        return ""
     steps = {found["step"] for found in journal.parse(data, row).values}
     missing = sorted({*range(1, step + 1)} - steps)
-    if step and not data and not path.exists():
+    if not data and not path.exists():
         is_expected = path.name in recorded or path.name == METRICS  # which every rolljax has written
         return f"{path} is missing: the rows of {step} step(s) are lost" if is_expected else ""
     if path.name in recorded:

@@ -140,7 +140,10 @@ def test_a_lost_process_is_restarted_with_the_others(start, tmp_path, lost):
     os.kill(child_of(both[lost]), signal.SIGKILL)
     codes, said = ends(both)
     assert codes == [0, 0], said
-    assert "the run ended with exit code 3" in said[1 - lost] and "the run was killed (SIGKILL)" in said[lost]
+    assert "the run was killed (SIGKILL)" in said[lost]
+    # the other one ends itself, or JAX ends it when the lost one comes back first
+    assert any(f"the run {how}" in said[1 - lost] for how in ("ended with exit code 3", "crashed (SIGABRT)"))
+    assert "damaged" not in said[0]
     assert len(rows(run_dir)) == 6 and len(summary(run_dir)["restarts"]) == 1
 
 

@@ -261,6 +261,18 @@ def test_later_steps_and_a_torn_line_are_no_damage(recorded):
     assert said_of(path, {}) == []
 
 
+def test_steps_after_a_checkpoint_of_none_are_no_damage(tmp_path):
+    """The run was killed before it saved its first step; its first checkpoint records empty logs."""
+    path = tmp_path / "run"
+    records = json.loads(json.dumps(RunFolder(path).recorded()))
+    path.mkdir()
+    RunFolder(path).write_row({"step": 1, "phase": "rl"})
+    RunFolder(path).write_consumed(consumed(1))
+    said = []
+    RunFolder(path).forget_after(0, said.append, records)
+    assert said == [] and RunFolder(path).rows() == []
+
+
 def test_a_run_goes_on_recording_where_it_went_on(recorded):
     """What a checkpoint records is the same for a run that was continued and one that was not."""
     path, records = recorded
