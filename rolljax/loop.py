@@ -141,6 +141,7 @@ async def train_phases(
     """Train every phase of the run that is not done yet, and evaluate each at its end."""
     progress = recorder.progress
     is_new = not progress.heldout_reward
+    await clock.call(trainer.compile_ahead)
     with timed(progress.other_wall_s, "start", began):
         if is_new:
             recorder.put_evaluation("start", await player.evaluate(progress.total_steps))
@@ -166,6 +167,7 @@ async def train_phases(
             progress.begin_next_phase()
             with timed(progress.other_wall_s, "start"):
                 await clock.call(trainer.open_phase, progress)
+                await clock.call(trainer.compile_ahead)
         await clock.call(recorder.save)
         recorder.end_phase(phase)
 

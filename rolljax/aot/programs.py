@@ -212,11 +212,13 @@ def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
 
-def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
-    """Return the shapes of the batch that `PhaseTrainer.pack_micro_batches` makes, assuming that it has weights."""
+def batch_shapes(trainer: PhaseTrainer, *, credit: bool = True) -> TokenBatch:
+    """Return the shapes of the batches that a trainer makes for updates (`PhaseTrainer.pack_micro_batches`) or, without
+    credit, for forward passes (`pack_samples`)."""
     shape, needs, cfg = trainer.shape, trainer.algorithm.needs(), trainer.model.cfg
-    always = {name for name, c in COLUMNS.items() if c.source == "packing"} | {"advantages", "sampler_logp", "weights"}
-    names = always | {name for name, c in COLUMNS.items() if c.asked_by and getattr(needs, c.asked_by)}
+    names = {name for name, c in COLUMNS.items() if c.source == "packing"} | {"advantages", "sampler_logp"}
+    if credit:
+        names |= {"weights"} | {name for name, c in COLUMNS.items() if c.asked_by and getattr(needs, c.asked_by)}
     sizes = {"C": needs.critics.num if needs.critics else 0, "L": cfg.num_layers}
     dtypes = {name: COLUMNS[name].dtype for name in names}
     if cfg.routing and trainer.replay_experts:
@@ -268,7 +270,6 @@ class TrainerShapes:
         tokens = shape.num_micro * shape.micro_rows * shape.row_len
         forward = 2 * matmul_params(model) * tokens + attention_flops(model.cfg, tokens, shape.row_len / 2)
         rest = self.resident()
-        base = () if trainer.base is None else (trainer.base,)
 
         def program(
             name: str, jitted: Any, args: tuple[Any, ...], own: tuple[str, ...], flops: float, grads: Any
@@ -292,17 +293,17 @@ class TrainerShapes:
 
         policy = self.state.policy
         if trainer.algorithm.trains_policy:
-            args: tuple[Any, ...] = (policy, batch, dict(self.references), *base)
+            args: tuple[Any, ...] = (policy, batch, dict(self.references), trainer.base)
             own: tuple[str, ...] = ("parameters", "optimizer", "base weights", "reference policies")
             factor = 2 if model.lora else 3  # frozen weights have no gradients
             yield program("update", trainer.policy_update, args, own, factor * forward, policy.params)
         if self.state.critics is not None:
             critics = self.state.critics
             own = ("critics", "base weights")
-            yield program("critics", trainer.critic_update, (critics, batch, *base), own, 0.0, critics.params)
+            yield program("critics", trainer.critic_update, (critics, batch, trainer.base), own, 0.0, critics.params)
         if needs.trainer_logp:
             own = ("parameters", "base weights")
-            args = (model.full_params(policy.params, trainer.base), batch)
+            args = (model.full_params(policy.params, trainer.base), batch_shapes(trainer, credit=False))
             yield program("logprobs", trainer.forward_passes.policy_program, args, own, forward, None)
 
 

@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rolljax.aot import programs as aot
 from rolljax.cluster.placement import Remote
+from rolljax.concurrency.ahead import CompileAhead
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.rollout.mixture_rules import Perplexities
@@ -27,7 +29,7 @@ from rolljax.trainer.state import TrainState, fingerprint
 from rolljax.trainer.update import ReferencePolicies
 from rolljax.types import Group, Trajectory
 
-LOCKSTEP_CALLS = ("open_phase", "restore", "step", "perplexities", "save", "result")
+LOCKSTEP_CALLS = ("open_phase", "restore", "compile_ahead", "step", "perplexities", "save", "result")
 """Methods that all processes of a mesh must call in one order."""
 
 
@@ -48,6 +50,7 @@ class Trainer:
         self._phase_trainer: PhaseTrainer | None = None
         self._state: TrainState | None = None
         self._phase, self._algorithm_state = 0, dict[str, float]()
+        self._ahead = CompileAhead(())
 
     @functools.cached_property
     def _base(self) -> Params | None:
@@ -87,6 +90,11 @@ class Trainer:
             trainer = dataclasses.replace(trainer, references=references)
         self._phase_trainer = trainer
 
+    def compile_ahead(self) -> None:
+        """Start to compile the programs of the phase: while the devices sample its first step, the host has time."""
+        programs = aot.TrainerShapes.of(self.phase_trainer).programs("", {})
+        self._ahead = CompileAhead([program.lower for program in programs])
+
     def step(self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int) -> TrainedStep:
         """Compute credit and make all updates of step `step` of the phase.
 
@@ -98,6 +106,7 @@ class Trainer:
           NotFinite: a loss or gradient was not finite.
           TrainerError: no token of these trajectories could be trained on, regardless of the rewards.
         """
+        self._ahead.wait()
         self._state, trained = self.phase_trainer.step(self.state, groups, algorithm_state, step)
         self._algorithm_state = dict(trained.algorithm_state)
         return trained

@@ -207,6 +207,8 @@ class SimulatedTrainer:
 
     def open_phase(self, progress: RunProgress) -> None: ...
 
+    def compile_ahead(self) -> None: ...
+
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
         raise NotImplementedError("a simulation has no models")
 

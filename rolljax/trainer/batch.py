@@ -112,7 +112,7 @@ class Column(NamedTuple):
     axes: str = ""
     """Letters of the axes after `[M, B, T]`: C critics, L layers, k experts of a token."""
     asked_by: str = ""
-    """The field of `Needs` without which it is None; empty: always there, or decided by credit."""
+    """The field of `Needs` without which it is None; empty: there in every update, but for experts and samplers."""
     padding: int = 0
     """Value for padding and, in columns of sampled tokens, for other tokens."""
     clean: Literal["zero", "logp", ""] = ""
@@ -128,7 +128,7 @@ COLUMNS: Mapping[str, Column] = {
     "trainer_logp": Column("trainer", asked_by="trainer_logp", clean="logp"),
     "ref_logp": Column("trainer", asked_by="ref", clean="logp"),
     "weights": Column("credit", clean="zero"),
-    "entropy_weights": Column("credit", clean="zero"),
+    "entropy_weights": Column("credit", asked_by="entropy_weights", clean="zero"),
     "rewards": Column("credit", asked_by="rewards", clean="zero"),
     "reference_points": Column("credit", asked_by="reference_points", clean="zero"),
     "returns": Column("credit", asked_by="critics", clean="zero"),

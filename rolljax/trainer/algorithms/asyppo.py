@@ -10,7 +10,7 @@ import numpy as np
 
 from rolljax.errors import Range, check_fields
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import AlgorithmState, Setup
+from rolljax.trainer.algorithms.base import AlgorithmState, Needs, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -67,6 +67,9 @@ class AsyPpo(Ppo):
         ),
         "whiten": Stated(False, "arXiv 2510.01656, section 4.2: the advantage of GAE as it is"),
     }
+
+    def needs(self) -> Needs:
+        return dataclasses.replace(super().needs(), entropy_weights=True)
 
     def credit(self, e: Episodes, algorithm_state: AlgorithmState) -> Credit:
         credit = super().credit(e, algorithm_state)

@@ -72,6 +72,8 @@ class Needs:
     """Statistics of the policy's attention maps."""
     rewards: bool = False
     """The objective asks which trajectories were rewarded; credit hands them on."""
+    entropy_weights: bool = False
+    """The objective weighs the entropy of each token; credit has the weights."""
     reference_points: bool = False
     """The objective measures log-ratios from a point that credit computes."""
 

@@ -194,8 +194,9 @@ def apply_credit(
       samples: of the same trajectories as `episodes`, in their order.
     """
     trained = credit.trained(episodes.mask)
-    columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": trained}
-    optional = {n: getattr(credit, n) for n in ("weights", "entropy_weights", "rewards", "reference_points")}
+    weights = np.ones(episodes.mask.shape) if credit.weights is None else credit.weights
+    columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": trained, "weights": weights}
+    optional = {n: getattr(credit, n) for n in ("entropy_weights", "rewards", "reference_points")}
     if needs.trainer_logp:
         optional |= {"trainer_logp": episodes.required("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
     if needs.ref:

@@ -11,6 +11,7 @@ import types
 import jax
 import pytest
 
+from rolljax.aot.programs import batch_shapes
 from rolljax.commands.train import main as train
 from rolljax.envs import tasks
 from rolljax.envs.catalog import make_spec
@@ -29,10 +30,13 @@ from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
+from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.shaping import RewardShaping
 from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from tests.synthetic import CLASSES
 
 REQUIRED = {
@@ -47,8 +51,12 @@ REQUIRED = {
 def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     """Also ours with a group of any size; and nothing is compiled for it."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    size = {"reference": 1, "pairs": 2, "sampler": 4}[cls.source]
-    phase = Phase("p", cls(**REQUIRED.get(cls, {})), 2, prompts_per_step=8, group_size=size, row_len=512)
+    rehearse(cls(**REQUIRED.get(cls, {})), max_turns)
+
+
+def rehearse(algorithm, max_turns):
+    size = {"reference": 1, "pairs": 2, "sampler": 4}[algorithm.source]
+    phase = Phase("p", algorithm, 2, prompts_per_step=8, group_size=size, row_len=512)
     env = types.SimpleNamespace(name="toy", max_turns=max_turns, specs={"toy": None}, turns_of=lambda task: max_turns)
     recipe = types.SimpleNamespace(
         phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0, placement=None,
@@ -56,6 +64,23 @@ def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     )  # fmt: skip
     plan = types.SimpleNamespace(mesh=MeshSpec(data=1).build(), model=Model(Qwen3Config()), recipe=recipe)
     shape_checks.rehearse(plan, 0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [Grpo(sft_coef=0.1), *(cls(**REQUIRED.get(cls, {})) for cls in CLASSES)],
+    ids=lambda a: type(a).__name__,
+)
+def test_the_arrays_of_a_batch_are_known_before_the_first_step(algorithm, monkeypatch):
+    """`compile_ahead` and `plan` compile an update for these arrays."""
+    seen = []
+    monkeypatch.setattr(shape_checks, "trace", lambda algorithm, batch: seen.append(batch))
+    rehearse(algorithm, 4)
+    settings = {"steps": 1, "groups_per_step": 1}
+    mesh = MeshSpec(data=1).build()
+    trainer = PhaseTrainer(mesh, Model(Qwen3Config()), algorithm, AdamW(), PackShape(1, 1, 512), **settings)
+    expected = {name: x.dtype for name, x in batch_shapes(trainer).arrays().items()}
+    assert {name: x.dtype for name, x in seen[0].arrays().items()} == expected
 
 
 # ---- what users write -----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from rolljax import cli
-from rolljax.aot.programs import batch_shapes
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives, vocab
 from rolljax.trainer.algorithms.base import DivergenceTerm, Setup
@@ -29,15 +28,11 @@ from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
-from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.forward import hidden_before, policy_outputs
 from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
-from rolljax.trainer.mesh import MeshSpec
-from rolljax.trainer.optimizer import AdamW
-from rolljax.trainer.phase_trainer import PhaseTrainer
 from tests.synthetic import LIMIT_TOK, SHAPE, Objective, episodes_of, groups_of, samples_of, trained, trajectory
 
 SAID = ((4, 2, 3), (1, 5, 2), (3, 3, 1), (2, 4, 6))
@@ -545,11 +540,3 @@ def test_the_sampling_of_tricks_or_traps_is_a_preset():
     setting = 'grpo.Grpo.anchor = "proximal"'
     phase = cli.load_recipe(["quickstart", "presets/tricks_or_traps"], [setting]).value.phases[-1]
     assert (phase.temperature, phase.top_p, phase.top_k) == (0.99, 0.99, 100)
-
-
-@pytest.mark.parametrize("algorithm", [Topr(), Grpo(sft_coef=0.1), Grpo()], ids=["topr", "cross-entropy", "grpo"])
-def test_the_rewards_that_an_objective_asks_for_are_there_when_it_is_compiled_ahead(algorithm, model):
-    mesh = MeshSpec().build(jax.devices()[:1])
-    trainer = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
-    shapes = batch_shapes(trainer)
-    assert (shapes.rewards is not None) == algorithm.needs().rewards == (algorithm != Grpo())

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from rolljax import metrics
+from rolljax.aot.programs import TrainerShapes
+from rolljax.concurrency.ahead import CompileAhead
 from rolljax.errors import DataError, TrainerError
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
@@ -387,6 +389,19 @@ def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, al
     step_state, step = found.step(state, [], {"kl_coef": 0.5}, 0)
     assert step_state is state and step.algorithm_state == {"kl_coef": 0.5} and step.num_trained == 0
     assert metrics.check_row(step.row) == [] and step.row["optim/updates_n"] == 0
+
+
+@pytest.mark.parametrize("algorithm", [Grpo(), Ppo(critic=Critic(epochs=1))], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_first_step_finds_what_was_compiled_ahead(model, params, groups, caplog, algorithm, devices):
+    mesh = on_devices(devices, data=1, fsdp=devices // 2 or 1, tensor=min(devices, 2))
+    trainer = make_trainer(model, algorithm, mesh=mesh)
+    programs = list(TrainerShapes.of(trainer).programs("", {}))
+    CompileAhead([program.lower for program in programs]).wait()
+    with jax.log_compiles():
+        trainer.step(trainer.states.init(params), groups, {}, 0)
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    assert compiled and not [text for text in compiled if "jit(update)" in text]
 
 
 def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, params, references, groups):
