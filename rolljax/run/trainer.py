@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.aot import programs as aot
+from rolljax.aot.ahead import CompileAhead
 from rolljax.cluster.placement import Remote
-from rolljax.concurrency.ahead import CompileAhead
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.rollout.mixture_rules import Perplexities

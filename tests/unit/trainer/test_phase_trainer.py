@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rolljax import metrics
+from rolljax.aot.ahead import CompileAhead
 from rolljax.aot.programs import TrainerShapes
-from rolljax.concurrency.ahead import CompileAhead
 from rolljax.errors import DataError, TrainerError
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
