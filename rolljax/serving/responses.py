@@ -278,7 +278,7 @@ class ResponsesEncoder(Encoder):
             "store": False,
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
-            "usage": None if completion is None else self._usage(completion),
+            **({"usage": self._usage(completion)} if completion else {}),  # OpenAI's schema has no null here
             **self.job.repeated,
         }
 
