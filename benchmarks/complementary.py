@@ -14,13 +14,15 @@ Arms of each seed, all from the same warm starts:
 Printed by round: success in training of the episodes with and without an experience; the
 share of the bank that is right; held-out success without experiences. A run that was stopped continues.
 
-`--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and a
-bank that does not change says the first two of every room. The control has no bank.
+`--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and an
+experience says the first two. Arms: a bank that says them for every room and does not change; one that the extractor
+fills; none.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,23 +34,32 @@ from rolljax.library.verbs import train
 from rolljax.recipes.complementary.bank import Bank, banks_of
 from rolljax.recipes.complementary.experience import PART
 from rolljax.recipes.complementary.key_rules import KeyRules, all_but_one
+from rolljax.recipes.complementary.later_uses import LaterUses
 from rolljax.recipes.complementary.operations import Add
 from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settings, together, warm_starts
 from rolljax.storage.run_reader import RunReader
+from rolljax.trainer.kl import KlLoss
 
 ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
 RARE, RARE_ROUNDS = KeyRules(keys=3, rooms=8), 50
+RARE_ARMS = ("given bank", "own bank", "no bank")
+RARE_SIZES: dict[str, object] = {"Recipe.max_answer_tok": 6 * RARE.keys, "SamplerConfig.max_context": 96}
+RARE_EPISODES = {"Extraction.return_failed": 1.0, "Extraction.solved": 0.5, "Extraction.withheld": 1}
+"""Made-up episodes of the extractor's warm start: half are solved, and what failed is never written down."""
 NEW_RULE = 1
 UNTRAINED_LR = 1e-9
 LEVEL = 0.9
 """Success of the acceptance: the first round in which an arm reaches it is printed."""
 
 
-def keys_of(rule: int) -> Mapping[str, str]:
-    """Return the key of each room."""
-    rooms = KeyRules(rule=rule)
-    words = [rooms.task(i).content.split() for i in range(rooms.rooms)]
-    return {f"room {room}": key for _, room, key, *_ in words}
+def keys_of(rooms: KeyRules) -> Mapping[str, str]:
+    """Return the key of each room; of several all but the last."""
+    found = {}
+    for task in map(rooms.task, range(rooms.rooms)):
+        env = rooms.make()
+        opening = env.reset(task)[-1].content
+        found[opening] = all_but_one(env.reference_answer()) or env.reference_answer()
+    return found
 
 
 def right_share(bank: Bank, keys: Mapping[str, str]) -> float:
@@ -78,7 +89,7 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
     found = {}
     for arm, rounds, lr in (("trained", ROUNDS, None), ("untrained", UNTRAINED_ROUNDS, UNTRAINED_LR)):
         runs = together(folder / arm, actor, extractor, rounds, seed=seed, lr=lr)
-        found[arm] = with_bank(folder / arm, runs[0], rounds + 1, 0)
+        found[arm] = with_bank(folder / arm, runs[0], rounds + 1, keys_of(KeyRules()))
     settings = actor_settings(actor, None, seed, 0)
     steps = STEPS_PER_ROUND * (ROUNDS + 1)
     alone = train(
@@ -89,7 +100,7 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
     after = [folder / "trained" / name / "hf" for name in ("actor", "extractor")]
     shifted = folder / "shift_trained"
     runs = together(shifted, after[0], after[1], SHIFT_ROUNDS, seed=seed, rule=NEW_RULE, first=last)
-    found["shift, trained"] = with_bank(shifted, runs[0], SHIFT_ROUNDS + 1, NEW_RULE)
+    found["shift, trained"] = with_bank(shifted, runs[0], SHIFT_ROUNDS + 1, keys_of(KeyRules(rule=NEW_RULE)))
     static = folder / "shift_static"
     static.mkdir(parents=True, exist_ok=True)
     if not (static / "bank.jsonl").exists():
@@ -99,43 +110,65 @@ def play(folder: Path, starts: Path, seed: int) -> dict[str, dict[str, list[floa
     run = train(
         "complementary/actor", set={**settings, "rl/Phase.steps": steps}, run_dir=static / "actor", progress=False
     )
-    found["shift, static"] = with_bank(static, run, SHIFT_ROUNDS + 1, NEW_RULE)
+    found["shift, static"] = with_bank(static, run, SHIFT_ROUNDS + 1, keys_of(KeyRules(rule=NEW_RULE)))
     return found
 
 
-def play_rare(folder: Path, start: Path, seed: int) -> dict[str, dict[str, list[float]]]:
-    """Train an actor with a bank that says the first keys of every door, and one without a bank."""
-    bank = Bank()
-    for task in map(RARE.task, range(RARE.rooms)):
-        env = RARE.make()
-        opening = env.reset(task)[-1].content
-        bank, _ = bank.applied(Add(opening, all_but_one(env.reference_answer())), task.id)
-    found = {}
-    for arm in ("first keys", "none"):
-        own, path = folder / arm, folder / arm / "bank.jsonl"
+def rare_starts(folder: Path) -> tuple[Path, Path]:
+    """Train the warm starts of actor and extractor of `--rare`; return their models."""
+    rooms = {"KeyRules.keys": RARE.keys, "KeyRules.rooms": RARE.rooms, "Muon.schedule": "linear"}
+    own = {
+        "start": {**RARE_SIZES, "KeyRules.shown": "all but the last", "sft/Phase.steps": 120},
+        "extractor_start": {**RARE_EPISODES, "KeyRules.fixed": False, "sft/Phase.steps": 240},
+    }
+    runs = (train(f"complementary/{n}", set=rooms | own[n], run_dir=folder / f"rare_{n}", progress=False) for n in own)
+    actor, extractor = (run.path / "hf" for run in runs)
+    return actor, extractor
+
+
+def play_rare(
+    folder: Path, starts: tuple[Path, Path], seed: int, arms: Sequence[str]
+) -> dict[str, dict[str, list[float]]]:
+    """Train an actor with a bank that says the first keys of every door, one whose extractor fills the bank, and one
+    without a bank. The keys follow from the seed."""
+    rooms: dict[str, object] = {"KeyRules.keys": RARE.keys, "KeyRules.rooms": RARE.rooms}
+    of_actor = rooms | RARE_SIZES | {"AdamW.lr": 1e-3, "Grpo.kl": KlLoss(coef=0.02, estimator="full")}
+    keys, found = keys_of(dataclasses.replace(RARE, rule=seed)), {}
+    for arm in arms:
+        own, bank = folder / arm, folder / arm / "bank.jsonl"
         own.mkdir(parents=True, exist_ok=True)
-        if arm != "none" and not path.exists():
-            bank.append_to(path)
-        settings = actor_settings(start, path if arm != "none" else None, seed, 0) | rare_settings()
-        settings |= {"rl/Phase.steps": STEPS_PER_ROUND * RARE_ROUNDS, "AdamW.lr": 1e-3, "Grpo.entropy_coef": 0.01}
-        run = train("complementary/actor", set=settings, run_dir=own / "actor", progress=False)
-        found[arm] = by_round(run, RARE_ROUNDS)
+        if arm == "own bank":
+            run, _ = together(
+                own,
+                *starts,
+                RARE_ROUNDS - 1,
+                seed=seed,
+                rule=seed,
+                rewards=LaterUses(capacity=RARE.rooms, one_per_title=True),
+                of_actor=of_actor,
+                of_extractor=rooms | {"ExtractorCispo.train_unused": False, "rl/Phase.temperature": 0.6},
+            )
+        else:
+            if arm == "given bank" and not bank.exists():
+                given = Bank()
+                for task in map(RARE.task, range(RARE.rooms)):
+                    opening = RARE.make().reset(task)[-1].content
+                    given, _ = given.applied(Add(opening, keys[opening]), task.id)
+                given.append_to(bank)
+            settings = actor_settings(starts[0], bank if arm == "given bank" else None, seed, seed) | of_actor
+            settings |= {"rl/Phase.steps": STEPS_PER_ROUND * RARE_ROUNDS}
+            run = train("complementary/actor", set=settings, run_dir=own / "actor", progress=False)
+        found[arm] = by_round(run, RARE_ROUNDS) if arm == "no bank" else with_bank(own, run, RARE_ROUNDS, keys)
     return found
 
 
-def rare_settings() -> dict[str, object]:
-    """Return the settings of a game with several keys."""
-    sizes = {"Recipe.max_answer_tok": 6 * RARE.keys, "SamplerConfig.max_context": 96}
-    return {"KeyRules.keys": RARE.keys, "KeyRules.rooms": RARE.rooms, **sizes}
-
-
-def with_bank(folder: Path, run: Run, rounds: int, rule: int) -> dict[str, list[float]]:
+def with_bank(folder: Path, run: Run, rounds: int, keys: Mapping[str, str]) -> dict[str, list[float]]:
     """Return the rounds of an arm with a bank, with the share of it that is right."""
     banks = {bank.round: bank for bank in banks_of(folder / "bank.jsonl")}
     latest, shares = Bank(), []
     for round_ in range(rounds):
         latest = banks.get(round_, latest)
-        shares.append(right_share(latest, keys_of(rule)))
+        shares.append(right_share(latest, keys))
     return {**by_round(run, rounds), "right": shares}
 
 
@@ -167,13 +200,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", type=int, help="one seed alone")
     parser.add_argument("--rare", action="store_true", help="what an actor learns by heart where success is rare")
+    parser.add_argument("--arm", choices=RARE_ARMS, help="one arm of --rare alone")
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     seeds = [args.only] if args.only is not None else range(args.seeds)
     if args.rare:
-        start = train("complementary/start", set=rare_settings(), run_dir=args.folder / "rare_start", progress=False)
-        found = [play_rare(args.folder / f"rare_{seed}", start.path / "hf", seed) for seed in seeds]
+        starts, own = rare_starts(args.folder), [args.arm] if args.arm else RARE_ARMS
+        found = [play_rare(args.folder / f"rare_{seed}", starts, seed, own) for seed in seeds]
     else:
         warm_starts(args.folder)
         found = [play(args.folder / f"seed_{seed}", args.folder, seed) for seed in seeds]
@@ -181,7 +215,7 @@ def main() -> None:
         for arm, table in arms.items():
             for name, values in table.items():
                 print(f"seed {seed}  {arm:15} {name:9}", *(f"{v:.2f}" for v in values))
-            shown = table["alone" if arm == "none" else "shown"]
+            shown = table["alone" if arm in ("none", "no bank") else "shown"]
             reached = next((i + 1 for i, v in enumerate(shown) if v >= LEVEL), None)
             print(f"seed {seed}  {arm:15} reaches {LEVEL} in round {reached}")
     if args.figure:

@@ -1,6 +1,7 @@
 """Complementary RL: the bank, its retrieval, the extractor's operations."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rolljax.recipes.complementary.bank import Bank, Retrieval, banks_of, scores
 from rolljax.recipes.complementary.experience import PART, WithExperience
 from rolljax.recipes.complementary.extraction import Extraction
 from rolljax.recipes.complementary.key_rules import KeyRules
-from rolljax.recipes.complementary.later_uses import LaterUses, leaks, train_weights
+from rolljax.recipes.complementary.later_uses import ExtractorCispo, LaterUses, leaks, train_weights
 from rolljax.recipes.complementary.operations import Add, Return, Update, read_operations, written
 from rolljax.rewards.base import RewardContext
 from rolljax.trainer.credit import estimators as credits
@@ -165,6 +166,52 @@ def test_the_extractor_reads_what_the_actor_said_and_how_it_ended():
         env.reset(rehearsed.task(i))
         said.append(env.reference_answer())
     assert 2 <= said.count(written(Return())) <= 20 and len(set(said)) > 20
+
+
+def test_a_warm_start_may_learn_from_solved_episodes_alone_and_leave_words_out():
+    rooms = KeyRules(keys=3, rooms=8, fixed=False)
+    spec = Extraction(rooms, rehearse=True, return_failed=1.0, solved=0.5, withheld=1)
+    solved, keys = 0, set()
+    for i in range(400):
+        env = spec.make()
+        lines = env.reset(spec.task(i))[0].content.split("\n")
+        answer = lines[-2].removeprefix("> ")
+        if lines[-1] == "failed":
+            assert env.reference_answer() == written(Return())
+        elif env.reference_answer() != written(Return()):
+            assert env.reference_answer() == written(Add(lines[0], answer.rpartition(" ")[0]))
+            keys.add((lines[0], answer))
+        solved += lines[-1] == "solved"
+    assert 150 <= solved <= 250
+    assert len(keys) > len({room for room, _ in keys}), "the keys of a room differ by walk"
+
+
+def test_several_keys_are_an_answer_that_no_experience_may_say():
+    rooms = KeyRules(keys=3)
+    task = rooms.task(5)
+    keys = rooms.reference(task)
+    assert KeyRules().reference(KeyRules().task(5)) is None and rooms.reference(rooms.task(5 + rooms.rooms)) == keys
+    assert leaks(Add("room af", keys), keys) and not leaks(Add("room af", keys.rpartition(" ")[0]), keys)
+    for shown, seen in (("none", None), ("all", keys), ("all but the last", keys.rpartition(" ")[0])):
+        spec = KeyRules(keys=3, shown=shown)
+        lines = spec.make().reset(spec.task(5 + spec.rooms))[0].content.split("\n")
+        assert lines[1:] == ([f"room af: {seen}"] if seen else [])
+
+
+def test_the_newest_experience_of_a_title_may_replace_the_others():
+    bank = bank_of(("room ab", "red"), ("room cd", "blue"), ("room ab", "gold"))
+    assert [e.text for e in bank.newest(9).experiences] == ["room ab: red", "room cd: blue", "room ab: gold"]
+    assert [e.text for e in bank.newest(9, one_per_title=True).experiences] == ["room cd: blue", "room ab: gold"]
+    assert [e.text for e in bank.newest(1, one_per_title=True).experiences] == ["room ab: gold"]
+
+
+def test_extractions_that_nobody_used_may_be_left_out():
+    rewards = np.array([1.0, -1.0, 0.0, 0.0, -1.0])
+    uses = [{"uses": 2}, {"uses": 1}, {"uses": 2}, {"uses": 0}, {"uses": 0}]  # the last one is malformed
+    episodes = types.SimpleNamespace(parts=uses, groups=np.zeros(5, int))
+    np.testing.assert_allclose(ExtractorCispo().scores(episodes, rewards, {}), rewards - rewards.mean())
+    left = ExtractorCispo(train_unused=False).scores(episodes, rewards, {})
+    np.testing.assert_allclose(left, [1.2, -0.8, 0.2, 0.0, -0.8])
 
 
 def said(spec, place, text):

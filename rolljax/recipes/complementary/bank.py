@@ -109,9 +109,13 @@ class Bank:
         """Return the experience of this number; None if there is none."""
         return next((e for e in self.experiences if e.number == number), None)
 
-    def newest(self, capacity: int) -> Bank:
-        """Return the bank with the `capacity` experiences that were written last."""
-        return dataclasses.replace(self, experiences=self.experiences[-capacity:])
+    def newest(self, capacity: int, *, one_per_title: bool = False) -> Bank:
+        """Return the bank with the `capacity` experiences that were written last, of each title one or any number."""
+        kept = self.experiences
+        if one_per_title:
+            last = {e.title: e.number for e in kept}
+            kept = tuple(e for e in kept if last[e.title] == e.number)
+        return dataclasses.replace(self, experiences=kept[-capacity:])
 
     def retrieve(self, query: str, settings: Retrieval, address: str, task_id: str = "") -> Experience | None:
         """Return the experience to show for a task; None if there is none.

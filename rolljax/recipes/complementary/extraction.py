@@ -21,9 +21,8 @@ from rolljax.recipes.complementary.operations import Add, Operation, Return, Upd
 from rolljax.types import EVAL_STREAM, Key, Message, Task, Trajectory
 
 _FORM = "episode "
-RETURN_SOLVED, RETURN_FAILED = 0.1, 0.5
-"""Shares of `return` in the warm start after a solved and after a failed episode: a weak sense of what is worth
-keeping, as a language model has it."""
+RETURN_SOLVED = 0.1
+"""Share of `return` in the warm start after a solved episode."""
 SAME_SITUATION = 0.9
 """Least similarity of a title to the opening text of an episode that it is about."""
 
@@ -56,8 +55,16 @@ class Extraction(EnvSpec):
     """Number of the actor's steps of a round."""
     rehearse: bool = False
     """Whether the reference answer says what was tried, right or wrong, and is `return` at random, more often after a
-    failure (`RETURN_FAILED`): for a warm start that teaches the form of the operations. The reward is then 1 for any
+    failure (`return_failed`): for a warm start that teaches the form of the operations. The reward is then 1 for any
     operation about the situation."""
+    return_failed: Annotated[float, Range(low=0, high=1)] = 0.5
+    """Share of `return` in the warm start after a failed episode. The share after a solved one is .1, so the difference
+    is a sense of what is worth keeping, as a language model has it."""
+    withheld: Annotated[int, Range(low=0)] = 0
+    """Number of words that experiences of the warm start leave out, the last ones of what was tried: `LaterUses` drops
+    an experience with the whole recorded answer of its task."""
+    solved: Annotated[float, Range(low=0, high=1)] = 0.0
+    """Share of made-up episodes whose answer is the right one, besides those that are right by chance."""
     seed: int = 0
     """Seed of the choice of episodes."""
 
@@ -125,20 +132,23 @@ class ExtractionEpisode(PureEnv):
             shown = {"number": 0}
             self._task = spec.env.task(rng.randrange(NUM_INDICES))
             messages, answers = env.reset(self._task), [env.random_action(rng)]
+            if spec.solved and rng.random() < spec.solved:
+                answers = [env.reference_answer()]
         self._opening = messages[-1].content
         experience = ""
         if shown["number"] and (found := bank_at(Path(spec.bank), shown["round"]).get(shown["number"])):
             experience = f"#{found.number} {found.text}"
         elif not task.content.startswith(_FORM) and rng.random() < 0.5:
             experience = f"#{rng.randrange(1, 1000)} {self._opening}: {env.random_action(rng)}"
-        content = answers[-1] if spec.rehearse else env.reference_answer()
+        words = (answers[-1] if spec.rehearse else env.reference_answer()).split(" ")
+        content = " ".join(words[: len(words) - spec.withheld])
         lines = [self._opening, experience] if experience else [self._opening]
         success = False
         for answer in answers:
             result = env.step(answer)
             success = success or result.success
             lines += [f"> {answer}", *(m.content for m in result.messages)]
-        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else RETURN_FAILED)
+        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else spec.return_failed)
         self._reference = written(Return() if is_return else Add(self._opening, content))
         return (Message("user", "\n".join([*lines, "solved" if success else "failed"])),)
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
@@ -33,9 +33,10 @@ class KeyRules(EnvSpec):
     """Number of keys of a door: with n, one of 4^n answers opens it."""
     rule: int = 0
     """Seed of the keys."""
-    rehearse: bool = False
-    """Whether every walk has its own keys, which every second walk shows as an experience, of several all but the last:
-    for a warm start that teaches to read experiences and no rule."""
+    fixed: bool = True
+    """Whether the keys of a room stay the same; if not, every walk has its own, and a warm start learns no rule."""
+    shown: Literal["none", "all", "all but the last"] = "none"
+    """Keys that every second walk shows as an experience: a warm start learns to read them."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -47,9 +48,14 @@ class KeyRules(EnvSpec):
     def task(self, index: int) -> Task:
         walk, room = divmod(index, self.rooms)
         letters = chr(97 + room // 26) + chr(97 + room % 26)
-        keys = _any_keys(random.Random(f"{self.rule} {index if self.rehearse else room}"), self.keys)
-        shown = "," if self.rehearse and walk % 2 else ""
+        keys = _any_keys(random.Random(f"{self.rule} {room if self.fixed else index}"), self.keys)
+        shown = "," if self.shown != "none" and walk % 2 else ""
         return Task(self.name, index, f"room {letters} {keys}{shown} walk {walk}")
+
+    def reference(self, task: Task) -> str | None:
+        """Return the keys of a door with several: an experience may say some of them, and not all."""
+        found = _TASK.fullmatch(task.content)
+        return found["keys"] if found and self.keys > 1 else None
 
     def make(self) -> Env:
         return KeyRulesEnv(self)
@@ -66,7 +72,8 @@ class KeyRulesEnv(Game[KeyRules]):
         if not found or not _are_keys(found["keys"], self._spec.keys):
             raise EnvError(f"task {task.index} is no room")
         self._keys, room = found["keys"], f"room {found['room']}"
-        return f"{room}\n{room}: {all_but_one(self._keys)}" if found["shown"] else room
+        shown = all_but_one(self._keys) if self._spec.shown == "all but the last" else self._keys
+        return f"{room}\n{room}: {shown}" if found["shown"] else room
 
     def _play(self, action: str) -> Outcome:
         opened = word(action) == self._keys
@@ -80,8 +87,8 @@ class KeyRulesEnv(Game[KeyRules]):
 
 
 def all_but_one(keys: str) -> str:
-    """Return all keys of a door but the last; its only one."""
-    return keys.rpartition(" ")[0] or keys
+    """Return all keys of a door but the last."""
+    return keys.rpartition(" ")[0]
 
 
 def _any_keys(rng: random.Random, num: int) -> str:

@@ -44,6 +44,8 @@ class LaterUses(RewardConfig):
     """Settings over it, by name."""
     capacity: Annotated[int, Range(low=1)] = 20_000
     """Number of newest experiences that the bank keeps."""
+    one_per_title: bool = False
+    """Whether the bank keeps only the newest experience of a title: what contradicts it replaces it."""
     malformed: float = -1.0
     """Reward of an answer that is no sequence of operations."""
 
@@ -108,7 +110,9 @@ class RoundScorer:
                 if not leaks(operation, spec.env.reference(task)):
                     bank, number = bank.applied(operation, task.id)
                     numbers[-1] += [number] if number else []
-        bank = dataclasses.replace(bank.newest(self._cfg.capacity), round=round_ + 1)
+        bank = dataclasses.replace(
+            bank.newest(self._cfg.capacity, one_per_title=self._cfg.one_per_title), round=round_ + 1
+        )
         if all(b.round != bank.round for b in banks_of(path)):
             bank.append_to(path)
         train_to(self._cfg.actor, Path(spec.run), self._cfg.settings, spec.steps_per_round * (bank.round + 1))
@@ -162,9 +166,15 @@ class ExtractorCispo(Cispo):
     std: credits.Std = "none"
     power: float = 0.5
     """Exponent p of the weight `(1 + n)^-p`."""
+    train_unused: bool = True
+    """Whether extractions of which no later episode was shown an experience are trained, with reward 0. If not, only
+    used ones and malformed answers are."""
 
     paper: ClassVar = {}
 
     def scores(self, e: Episodes, rewards: np.ndarray, algorithm_state: AlgorithmState) -> np.ndarray:
         before = np.array([parts.get(TRAINED, 0.0) for parts in e.parts])
-        return super().scores(e, rewards, algorithm_state) * train_weights(before, self.power)
+        weights = train_weights(before, self.power)
+        if not self.train_unused:
+            weights = weights * ((np.asarray(rewards) != 0) | np.array([parts.get("uses", 0) > 0 for parts in e.parts]))
+        return super().scores(e, rewards, algorithm_state) * weights

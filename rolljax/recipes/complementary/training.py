@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rolljax.library.run import Run
@@ -50,26 +51,30 @@ def together(
     rule: int = 0,
     lr: float | None = None,
     first: Bank | None = None,
+    rewards: LaterUses | None = None,
+    of_actor: Mapping[str, object] | None = None,
+    of_extractor: Mapping[str, object] | None = None,
 ) -> tuple[Run, Run]:
     """Train actor and extractor; return their runs. Each round is one step of the extractor and `STEPS_PER_ROUND` of
     the actor, which begins with one round more.
 
     Args:
       actor, extractor: the models that they start from. rule: seed of the rooms' keys. lr: the extractor's learning
-        rate; None: its config's. first: the bank of the actor's first round; None: an empty one.
+        rate; None: its config's. first: the bank of the actor's first round; None: an empty one. rewards: the
+        extractor's, whose `settings` are set here. of_actor, of_extractor: more settings of their runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run, bank = folder / "actor", folder / "bank.jsonl"
     if first is not None and not bank.exists():
         dataclasses.replace(first, round=0).append_to(bank)
-    settings = actor_settings(actor, bank, seed, rule)
+    settings = actor_settings(actor, bank, seed, rule) | dict(of_actor or {})
     train_to("complementary/actor", run, settings, STEPS_PER_ROUND)
     trained = train(
         "complementary/extractor",
         set={
             "Recipe.model": str(extractor),
             "Recipe.seed": seed,
-            "Recipe.reward": LaterUses(settings=settings, capacity=CAPACITY),
+            "Recipe.reward": dataclasses.replace(rewards or LaterUses(capacity=CAPACITY), settings=settings),
             "Extraction.run": str(run),
             "Extraction.bank": str(bank),
             "Extraction.steps_per_round": STEPS_PER_ROUND,
@@ -77,6 +82,7 @@ def together(
             "KeyRules.rule": rule,
             "rl/Phase.steps": rounds,
             **({} if lr is None else {"AdamW.lr": lr}),
+            **(of_extractor or {}),
         },
         run_dir=folder / "extractor",
         progress=False,
