@@ -4,7 +4,7 @@
 
 Runs `quickstart` and the agent `agents/calculator` with every seed, once as they are and once with low bits, that is
 with `SamplerConfig.quantization = 'int8'` and `kv_dtype = 'fp8'`. Nothing else differs. `--arms int8 fp8` runs each of
-the two settings alone.
+the two settings alone. The arms `low bits, corrected` and `float32, corrected` have `Grpo.correction`.
 
 Printed for each run: held-out reward after the last phase (sampled with the same bits), the reward of the last 20
 steps of RL, and the gap between the log-probs of sampler and trainer (`mismatch/k3_nat`), mean and largest of all
@@ -23,10 +23,20 @@ import numpy as np
 from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.storage.run_reader import RunReader
+from rolljax.trainer.credit.mismatch import Correction
 
 CONFIGS = ("quickstart", "agents/calculator")
 INT8, FP8 = {"SamplerConfig.quantization": "int8"}, {"SamplerConfig.kv_dtype": "fp8"}
-ARMS: dict[str, dict[str, str]] = {"float32": {}, "low bits": INT8 | FP8, "int8": INT8, "fp8": FP8}
+BOTH: dict[str, object] = {**INT8, **FP8}
+CORRECTED: dict[str, object] = {"Grpo.anchor": "proximal", "Grpo.correction": Correction()}
+ARMS: dict[str, dict[str, object]] = {
+    "float32": {},
+    "low bits": BOTH,
+    "low bits, corrected": BOTH | CORRECTED,
+    "float32, corrected": CORRECTED,
+    "int8": {**INT8},
+    "fp8": {**FP8},
+}
 DRAWN = ("float32", "low bits")
 
 
@@ -41,7 +51,7 @@ def draw(path: Path, found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndar
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, len(CONFIGS), figsize=(9, 5), squeeze=False, sharex="col")
-    colors = dict(zip(ARMS, ("tab:gray", "tab:red", "tab:blue", "tab:green"), strict=True))
+    colors = dict(zip(ARMS, ("tab:gray", "tab:red", "tab:purple", "tab:olive", "tab:blue", "tab:green"), strict=True))
     for (config, arm), seeds in found.items():
         column = CONFIGS.index(config)
         for i, (rewards, gaps) in enumerate(seeds):
@@ -69,14 +79,14 @@ def main() -> None:
     for config in [args.only] if args.only else CONFIGS:
         for arm in args.arms:
             for seed in range(args.seeds):
-                name = f"{config}_{arm}_{seed}".replace("/", "_").replace(" ", "_")
+                name = f"{config}_{arm}_{seed}".replace("/", "_").replace(", ", "_").replace(" ", "_")
                 run = train(config, set=ARMS[arm] | {"Recipe.seed": seed}, run_dir=args.folder / name, progress=False)
                 rewards, gaps = curves(run)
                 found.setdefault((config, arm), []).append((rewards, gaps))
                 end = run.heldout_reward[-1]["mean"]
                 gap = f"{gaps.mean():.1e} (largest {gaps.max():.1e})"
                 reward = f"held out {end:.2f}, last 20 of {len(rewards)} steps {rewards[-20:].mean():.2f}"
-                print(f"{config:18} {arm:10} seed {seed}: {reward}, k3 {gap}", flush=True)
+                print(f"{config:18} {arm:19} seed {seed}: {reward}, k3 {gap}", flush=True)
     if args.figure:
         draw(args.figure, found)
 

@@ -75,7 +75,7 @@ class SamplerConfig:
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of keys and values in pages. 'auto': the model's compute dtype; 'fp8': float8_e4m3fn without scales, half of
     bfloat16's bytes. Sampled log-probs then differ from the trainer's, many times more than with int8 weights
-    (docs/scaling.md). 'triton' does not read it."""
+    (docs/scaling.md): set an algorithm's `correction`. 'triton' does not read it."""
     tensor: Annotated[int | None, Range(low=1)] = None
     """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
     the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so

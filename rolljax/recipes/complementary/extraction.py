@@ -64,7 +64,7 @@ class Extraction(EnvSpec):
     """Number of words that experiences of the warm start leave out, the last ones of what was tried: `LaterUses` drops
     an experience with the whole recorded answer of its task."""
     solved: Annotated[float, Range(low=0, high=1)] = 0.0
-    """Share of made-up episodes whose answer is the right one, besides those that are right by chance."""
+    """Probability that a made-up episode has the right answer, in place of a random one."""
     seed: int = 0
     """Seed of the choice of episodes."""
 

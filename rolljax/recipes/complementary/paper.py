@@ -15,5 +15,6 @@ REPRODUCTION = Reproduction(
     config="complementary/actor",
     figure="rolljax/recipes/complementary/bank.png",
     why="without an experience the actor is no better than without a bank (.32 both), except where success is rare and "
-    "a given bank says a part of the answer (.36 against .13 to .26)",
+    "a given bank says a part of the answer (.60, .55, .39; without a bank .38, .38, .25; with the extractor's own "
+    ".37, .38, .25)",
 )
