@@ -37,7 +37,6 @@ class LoopTrainer(Protocol):
     """The methods of the trainer that the loop calls; see `run.trainer.Trainer`."""
 
     def open_phase(self, progress: RunProgress) -> None: ...
-
     def compile_ahead(self) -> None: ...
     def step(
         self, groups: Sequence[Sequence[Trajectory]], algorithm_state: AlgorithmState, step: int

@@ -91,7 +91,12 @@ class Trainer:
         self._phase_trainer = trainer
 
     def compile_ahead(self) -> None:
-        """Start to compile the programs of the phase: while the devices sample its first step, the host has time."""
+        """Start to compile the programs of the phase: while the devices sample its first step, the host has time.
+
+        On GPUs this does nothing, because their compiler times kernels on the devices.
+        """
+        if self._resolved.mesh.devices.flat[0].platform == "gpu":
+            return
         programs = aot.TrainerShapes.of(self.phase_trainer).programs("", {})
         self._ahead = CompileAhead([program.lower for program in programs])
 
