@@ -58,7 +58,7 @@ def keys_of(rooms: KeyRules) -> Mapping[str, str]:
     for task in map(rooms.task, range(rooms.rooms)):
         env = rooms.make()
         opening = env.reset(task)[-1].content
-        found[opening] = all_but_one(env.reference_answer()) or env.reference_answer()
+        found[opening] = all_but_one(env.reference_answer())
     return found
 
 
@@ -118,7 +118,7 @@ def rare_starts(folder: Path) -> tuple[Path, Path]:
     """Train the warm starts of actor and extractor of `--rare`; return their models."""
     rooms = {"KeyRules.keys": RARE.keys, "KeyRules.rooms": RARE.rooms, "Muon.schedule": "linear"}
     own = {
-        "start": {**RARE_SIZES, "KeyRules.shown": "all but the last", "sft/Phase.steps": 120},
+        "start": {**RARE_SIZES, "sft/Phase.steps": 120},
         "extractor_start": {**RARE_EPISODES, "KeyRules.fixed": False, "sft/Phase.steps": 240},
     }
     runs = (train(f"complementary/{n}", set=rooms | own[n], run_dir=folder / f"rare_{n}", progress=False) for n in own)

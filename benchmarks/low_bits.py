@@ -26,16 +26,16 @@ from rolljax.storage.run_reader import RunReader
 from rolljax.trainer.credit.mismatch import Correction
 
 CONFIGS = ("quickstart", "agents/calculator")
-INT8, FP8 = {"SamplerConfig.quantization": "int8"}, {"SamplerConfig.kv_dtype": "fp8"}
-BOTH: dict[str, object] = {**INT8, **FP8}
+INT8: dict[str, object] = {"SamplerConfig.quantization": "int8"}
+FP8: dict[str, object] = {"SamplerConfig.kv_dtype": "fp8"}
 CORRECTED: dict[str, object] = {"Grpo.anchor": "proximal", "Grpo.correction": Correction()}
 ARMS: dict[str, dict[str, object]] = {
     "float32": {},
-    "low bits": BOTH,
-    "low bits, corrected": BOTH | CORRECTED,
+    "low bits": INT8 | FP8,
+    "low bits, corrected": INT8 | FP8 | CORRECTED,
     "float32, corrected": CORRECTED,
-    "int8": {**INT8},
-    "fp8": {**FP8},
+    "int8": INT8,
+    "fp8": FP8,
 }
 DRAWN = ("float32", "low bits")
 

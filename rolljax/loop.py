@@ -141,7 +141,7 @@ async def train_phases(
     """Train every phase of the run that is not done yet, and evaluate each at its end."""
     progress = recorder.progress
     is_new = not progress.heldout_reward
-    await clock.call(trainer.compile_ahead)
+    await clock.call(trainer.compile_ahead)  # the sampler is compiled by now
     with timed(progress.other_wall_s, "start", began):
         if is_new:
             recorder.put_evaluation("start", await player.evaluate(progress.total_steps))

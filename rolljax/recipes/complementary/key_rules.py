@@ -6,7 +6,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
@@ -35,8 +35,9 @@ class KeyRules(EnvSpec):
     """Seed of the keys."""
     fixed: bool = True
     """Whether the keys of a room stay the same; if not, every walk has its own, and a warm start learns no rule."""
-    shown: Literal["none", "all", "all but the last"] = "none"
-    """Keys that every second walk shows as an experience: a warm start learns to read them."""
+    shown: bool = False
+    """Whether every second walk shows its keys as an experience, of several all but the last: a warm start learns to
+    read them."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,7 +50,7 @@ class KeyRules(EnvSpec):
         walk, room = divmod(index, self.rooms)
         letters = chr(97 + room // 26) + chr(97 + room % 26)
         keys = _any_keys(random.Random(f"{self.rule} {room if self.fixed else index}"), self.keys)
-        shown = "," if self.shown != "none" and walk % 2 else ""
+        shown = "," if self.shown and walk % 2 else ""
         return Task(self.name, index, f"room {letters} {keys}{shown} walk {walk}")
 
     def reference(self, task: Task) -> str | None:
@@ -72,8 +73,7 @@ class KeyRulesEnv(Game[KeyRules]):
         if not found or not _are_keys(found["keys"], self._spec.keys):
             raise EnvError(f"task {task.index} is no room")
         self._keys, room = found["keys"], f"room {found['room']}"
-        shown = all_but_one(self._keys) if self._spec.shown == "all but the last" else self._keys
-        return f"{room}\n{room}: {shown}" if found["shown"] else room
+        return f"{room}\n{room}: {all_but_one(self._keys)}" if found["shown"] else room
 
     def _play(self, action: str) -> Outcome:
         opened = word(action) == self._keys
@@ -87,8 +87,8 @@ class KeyRulesEnv(Game[KeyRules]):
 
 
 def all_but_one(keys: str) -> str:
-    """Return all keys of a door but the last."""
-    return keys.rpartition(" ")[0]
+    """Return all keys of a door but the last; its only one."""
+    return keys.rpartition(" ")[0] or keys
 
 
 def _any_keys(rng: random.Random, num: int) -> str:
