@@ -400,6 +400,7 @@ class Sampler(SamplerClient):
         for i, program in enumerate(programs):
             done(i, len(programs))
             await self._ask(program)
+        self._scheduler.compiles_when_needed = False
         done(len(programs), len(programs))
 
     def prepare(self, snapshot: Snapshot) -> None:

@@ -150,6 +150,16 @@ class Engine:
         most = min(tokens, self.cfg.max_context)
         return next(w for w in self.widths if w * self.cfg.page_size >= most) if tokens else 0
 
+    def shared_width(self, tokens: int) -> int:
+        """Return the pages of shared context that a program needs for this many tokens."""
+        return self.width(tokens) if self.decode_path.sized else self.cfg.pages_per_sequence
+
+    @property
+    def shared_widths(self) -> tuple[int, ...]:
+        """Pages of shared context of the programs that are compiled in advance. Where programs of many sizes are worth
+        having, they are too many for that."""
+        return (self.shared_width(0),) if self.cascades and not self.decode_path.sized else ()
+
     # ---- the programs, as their callers see them
 
     def init_decode_state(self) -> DecodeState:

@@ -91,7 +91,7 @@ def _blocks(
     most_shared = int(pages.max()) * size
     if longest_own + most_shared / BLOCK > (1 - LEAST_SAVED) * longest:
         return None
-    width = engine.width(most_shared)
+    width = engine.shared_width(most_shared)
     shared = np.where(np.arange(width) < pages.reshape(-1, 1), table[slots[:, :, 0].ravel(), :width], -1)
     padded = np.pad(table[slot_S], ((0, 0), (0, table.shape[1])), constant_values=-1)
     columns = skipped[:, None] + np.arange(engine.width(longest_own))

@@ -34,7 +34,7 @@ from rolljax.sampler.prompt_queue import (
     SamplerLoad,
     SamplerStats,
 )
-from rolljax.sampler.rows import arrange
+from rolljax.sampler.rows import BLOCK, arrange
 from rolljax.types import FinishReason
 
 INDEX_EVERY = 64
@@ -92,6 +92,8 @@ class Scheduler:
         self._pace = Pace()
         self._first_tokens: FirstTokens = []
         """First tokens that were sampled and not delivered yet."""
+        self.compiles_when_needed = True
+        """Whether programs that are not compiled yet may be used."""
         self.asleep = False
         """Whether weights and pages are freed; then requests wait."""
         self._salts: dict[int, int] = {}
@@ -245,8 +247,10 @@ class Scheduler:
         reads = (0, *engine.widths) if multi_turn else (0,)
         calls = [functools.partial(self._try_prefill, size, read) for size in sizes for read in reads]
         calls += [functools.partial(self._try_insert, sizes[0], *variant) for variant in variants]
-        tables = [(width, rows) for width in engine.widths for rows in engine.row_counts]
-        calls += [functools.partial(self._try_generate, *table, *v) for v in variants for table in tables]
+        shared = engine.shared_widths if longest_prompt >= cfg.cascade_tok else ()
+        blocks = [(width, rows, s) for width in engine.widths for rows in engine.row_counts for s in (0, *shared)]
+        blocks = [(width, rows, s) for width, rows, s in blocks if not s or rows % BLOCK == 0]
+        calls += [functools.partial(self._try_generate, *block, *v) for v in variants for block in blocks]
         tables = [(width, rows) for width in engine.widths for rows in (engine.verify_rows if self._drafts else ())]
         return calls + [functools.partial(self._try_verify, *table, *v) for v in variants for table in tables]
 
@@ -261,9 +265,10 @@ class Scheduler:
         self.worker.wait()
         self.worker.release([ticket])
 
-    def _try_generate(self, width: int, rows: int, truncate: bool, top: bool) -> None:
+    def _try_generate(self, width: int, rows: int, shared: int, truncate: bool, top: bool) -> None:
         idle = np.full(rows * self.engine.num_shards, -1, np.int32)
-        self.worker.generate(self._table[idle, :width], idle, truncate=truncate, top=top)
+        blocks = np.full((len(idle) // BLOCK, shared), -1, np.int32) if shared else None
+        self.worker.generate(self._table[idle, :width], idle, blocks, truncate=truncate, top=top)
         self.worker.wait()
 
     def _try_verify(self, width: int, rows: int, truncate: bool, top: bool) -> None:
@@ -423,7 +428,8 @@ class Scheduler:
         drafts = self._draft(most_running)
         row_counts = self.engine.verify_rows if drafts else self.engine.row_counts
         num_rows = next(r for r in row_counts if r >= most_running)
-        rows = arrange(self._running, busy, self._table, self.engine, num_rows, cascade=not drafts)
+        cascade = not drafts and (self.compiles_when_needed or bool(self.engine.shared_widths))
+        rows = arrange(self._running, busy, self._table, self.engine, num_rows, cascade=cascade)
         for row, slot in enumerate(rows.slot.tolist()):
             if slot >= 0:
                 self._running[slot].row = row

@@ -51,7 +51,8 @@ class SamplerConfig:
     cascade_tok: Annotated[int, Range(low=0)] = 128
     """Fewest tokens that running requests must have in common at their beginning, as siblings have a prompt, for decode
     steps to read the keys and values of these tokens once for 8 requests (cascade attention); 0: never. It changes no
-    token. 'ragged' has no such reading. The programs are compiled when they are first needed."""
+    token. 'ragged' has no such reading. With 'dense' the programs are compiled when they are first needed, and a
+    server, which compiles all of its programs at its start, has none."""
     prefix_match: Literal["turns", "any", "off"] = "turns"
     """Cached keys and values that a prompt may start from. 'turns': from a complete earlier prompt or answer that it
     extends (and every full `prefill_chunk`), so that the computation never depends on earlier requests; 'any': the

@@ -17,6 +17,7 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, EngineWorker
+from rolljax.sampler.kernels import TritonPath
 from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
@@ -304,10 +305,7 @@ def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
 def test_a_swap_compiles_nothing():
     scheduler, new = open_scheduler(make=lambda cfg, mesh: Engine(MODEL, cfg, mesh, BATCH_AXES))
     prompt = np.arange(20, dtype=np.int32)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _, **__: name == "/jax/core/compile/backend_compile_duration" and compiled.append(name)
-    )
+    compiled = programs_compiled_from_now_on()
     scheduler.warm_up(128, multi_turn=True)
     newer = on(scheduler.engine.mesh, weights())
     before = len(compiled)
@@ -318,6 +316,44 @@ def test_a_swap_compiles_nothing():
         scheduler.publish(functools.partial(scheduler.worker.set_params, params), version)
         finish(scheduler)
     assert len(compiled) == before > 5
+
+
+def programs_compiled_from_now_on():
+    """Return a list that this thread's compilations enter."""
+    compiled, thread = [], threading.get_ident()
+
+    def listen(name, _, **about):
+        if name == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == thread:
+            compiled.append(about)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return compiled
+
+
+def of_gpus(cfg, mesh):
+    """Return an engine whose decode steps run the GPU's kernel, in Pallas' interpreter."""
+    engine = Engine(MODEL, cfg, mesh, BATCH_AXES)
+    paged = (MODEL.cfg, MODEL.dtype, cfg.page_size, engine.pages_per_shard)
+    engine.decode_path = TritonPath(*paged, False, mesh, interpret=True)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["dense", "triton"])
+def test_beginnings_that_are_read_once_need_no_program_that_a_server_has_not_compiled(kind):
+    make = of_gpus if kind == "triton" else lambda cfg, mesh: Engine(MODEL, cfg, mesh, BATCH_AXES)
+    scheduler, _ = open_scheduler(make=make, cascade_tok=32, programs="few")
+    for program in scheduler.programs(128, multi_turn=True, variants=scheduler.cfg.draw_variants):
+        program()
+    scheduler.compiles_when_needed = False
+    compiled = programs_compiled_from_now_on()
+    ask(scheduler, np.arange(100, dtype=np.int32), 8, 10)
+    finish(scheduler)
+    assert not compiled
+    assert (scheduler.stats.cascades > 0) == (kind == "triton")
+    scheduler.compiles_when_needed = True
+    ask(scheduler, np.arange(100, dtype=np.int32), 8, 10)
+    finish(scheduler)
+    assert scheduler.stats.cascades and bool(compiled) == (kind == "dense")
 
 
 @pytest.mark.slow
