@@ -236,7 +236,7 @@ class Recipe:
     they are (docs/my_model.md). Empty: the folder's own, or its training template where episodes have several turns."""
     dtype: Dtype = "float32"
     """Data type of the computation. Trained parameters are float32 and are cast at every use."""
-    remat: Remat = "none"
+    remat: Remat = "dots"
     """Activations that the backward pass recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all
     but mixed values (`attention`)."""
     attention: Implementation = "auto"

@@ -19,7 +19,7 @@ from rolljax.model.axes import ACTIVATION_RULES, current_mesh, spec
 from rolljax.model.implementations import Implementation, cudnn, implementation, parts, tokamax
 
 NEG = -1e30
-MIN_BLOCK, MAX_BLOCKS = 64, 6
+MIN_BLOCK, MAX_BLOCKS = 128, 6
 """Least queries of a block and most blocks of `in_blocks`: more blocks save more work, and take longer to compile."""
 SCORE_BYTES, PIECE_BYTES = 2**30, 2**28
 """Bytes of a layer's float32 scores on one device: up to the first, XLA keeps all of them for the backward pass. Above,

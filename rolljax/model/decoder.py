@@ -280,7 +280,7 @@ class Model:
     cfg: DecoderConfig
     dtype: Dtype = "float32"
     """Compute type; parameters are kept in float32 and cast where they are used."""
-    remat: Remat = "none"
+    remat: Remat = "dots"
     """Recomputation in the backward pass. `none`: nothing; `full`: everything inside a layer; `dots`: all but the
     matmul outputs; `attention`: all but the attention output."""
     attention: Implementation = "auto"

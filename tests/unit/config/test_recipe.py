@@ -67,8 +67,8 @@ def test_a_context_that_drops_its_oldest_turns_has_more_rows():
 
 
 def test_a_device_takes_what_its_memory_keeps():
-    small, remat = (resolve(recipe(), jax.devices()[:1]).model for _ in range(2))
-    remat = dataclasses.replace(remat, remat="full")
-    assert remat.saved_bytes < small.saved_bytes
-    deep = dataclasses.replace(small, cfg=dataclasses.replace(small.cfg, num_layers=20))
-    assert deep.saved_bytes == 10 * small.saved_bytes
+    model = resolve(recipe(), jax.devices()[:1]).model
+    none, dots, full = (dataclasses.replace(model, remat=remat) for remat in ("none", "dots", "full"))
+    assert full.saved_bytes < dots.saved_bytes < none.saved_bytes
+    deep = dataclasses.replace(none, cfg=dataclasses.replace(none.cfg, num_layers=20))
+    assert deep.saved_bytes == 10 * none.saved_bytes
