@@ -5,16 +5,10 @@
 
 A step is: sample 8 answers to each of 8 prompts, reward them, credit, pack, one update, weights to the sampler. Model,
 tokenizer, prompts, reward and lengths come from `peers/grpo_common.py`, which every framework's script imports.
-`ragged` draws prompts of 16 to 256 tokens; `fixed` has 64.
+`ragged` draws prompts of 16 to 256 tokens; `fixed` has 64. `0p6b` has the shape of Qwen3-0.6B, and 4 answers of 32
+tokens to each of 2 prompts of 128 (up to 17 GB, minutes per framework):
 
-Peak memory at Qwen3-0.6B's shape, of rolljax and of TRL one after the other (up to 17 GB, three minutes each on two
-cores):
-
-    export PYTHONPATH=.:benchmarks/peers
-    shape="--layers 28 --dim 1024 --heads 16 --kv-heads 8 --head-dim 128 --ffn 3072 --vocab 151936"
-    work="--prompts 2 --generations 4 --prompt-len 128 --new-tokens 32 --warmup 0 --steps 1"
-    /usr/bin/time -f "%M KiB" python benchmarks/grpo_step.py $shape $work
-    /usr/bin/time -f "%M KiB" python benchmarks/peers/trl_grpo.py $shape $work
+    python benchmarks/grpo_step.py --compare --work 0p6b --core -1 --rounds 1 --steps 3 --python trl=/path/to/python
 """
 
 from __future__ import annotations
@@ -32,7 +26,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
-WORK = {"fixed": [], "ragged": ["--prompt-len", "256", "--prompt-len-min", "16"]}
+WORK = {
+    "fixed": "",
+    "ragged": "--prompt-len 256 --prompt-len-min 16",
+    "0p6b": "--layers 28 --dim 1024 --heads 16 --kv-heads 8 --head-dim 128 --ffn 3072 --vocab 151936 --prompts 2 "
+    "--generations 4 --prompt-len 128 --new-tokens 32 --warmup 1",
+}
 PEERS = {
     "tunix": ("tunix", "tunix_grpo.py", []),
     "trl": ("trl", "trl_grpo.py", []),
@@ -88,7 +87,9 @@ def ours(args: argparse.Namespace) -> None:
     state = trainer.states.init(jax.jit(lambda: model.init(a.seed))())
     before = compared(state.params)
     publish = make_publish(mesh, model)
-    engine = Engine(model, SamplerConfig(slots=a.prompts * a.generations, max_context=longest), mesh, BATCH_AXES)
+    chunk = min(512, 1 << (a.prompts * a.prompt_len - 1).bit_length())  # a smaller step fills no larger prefill
+    cfg = SamplerConfig(slots=a.prompts * a.generations, max_context=longest, prefill_chunk=chunk)
+    engine = Engine(model, cfg, mesh, BATCH_AXES)
     tok, law = bc.tokenizer(a.vocab), SamplingParams(a.temperature, a.new_tokens)
     rec = bc.Recorder()
     answers: list[Any] = []
@@ -154,37 +155,47 @@ def compare(args: argparse.Namespace) -> None:
         for work in args.work:
             commands = {"rolljax": [sys.executable, str(HERE / "grpo_step.py")]}
             for name, (owner, script, flags) in PEERS.items():
-                # the plain script knows one prompt length only
-                if owner in pythons and not (work == "ragged" and owner == "rolljax"):
+                # the plain script knows one prompt length only, and keeps all logits of a batch
+                if owner in pythons and not (work != "fixed" and owner == "rolljax"):
                     threads = ["--threads", "1"] if owner == "trl" and args.core >= 0 else []
                     commands[name] = [pythons[owner], str(HERE / "peers" / script), *flags, *threads]
             for name, command in commands.items():
                 with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                    flags = [*WORK[work], "--steps", str(args.steps), "--json", file.name]
-                    done = subprocess.run([*pin, *command, *flags], env=env, capture_output=True, text=True)
-                    if done.returncode:
-                        sys.exit(f"{name}: {done.stderr[-2000:]}")
-                    out = json.loads(Path(file.name).read_text())
+                    flags = [*WORK[work].split(), "--steps", str(args.steps), "--json", file.name]
+                    peak_gib = run([*pin, *command, *flags], env)
+                    out = json.loads(Path(file.name).read_text()) | {"peak_gib": peak_gib}
                 runs.setdefault(work, {}).setdefault(name, []).append(out)
                 print(
                     f"round {round_} {work:7} {name:21} step {out['s_per_step']:.3f} s  train {out['train_s']:.3f}  "
-                    f"rollout {out['rollout_s']:.3f}  first {out['first_step_s']:.1f}  CPU {out['cpu_s_per_step']:.3f}",
+                    f"rollout {out['rollout_s']:.3f}  first {out['first_step_s']:.1f}  CPU {out['cpu_s_per_step']:.3f}"
+                    f"  peak {out['peak_gib']:.1f} GiB",
                     flush=True,
                 )
     for work, by_name in runs.items():
-        keys = ("s_per_step", "train_s", "cpu_s_per_step", "first_step_s")
+        keys = ("s_per_step", "train_s", "rollout_s", "cpu_s_per_step", "first_step_s", "peak_gib")
         best = {n: {k: statistics.median(r[k] for r in rs) for k in keys} for n, rs in by_name.items()}
         mine = best["rolljax"]
-        print(f"\n{work}\n| | s/step | train s | CPU s/step | first step s | ours faster: step | update | CPU |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"\n{work}\n| | s/step | CPU s/step | first s | peak GiB | ours faster: step | update | rollout | CPU |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for n, b in best.items():
-            ratio = [b[k] / mine[k] for k in ("s_per_step", "train_s", "cpu_s_per_step")]
+            ratio = [b[k] / mine[k] for k in ("s_per_step", "train_s", "rollout_s", "cpu_s_per_step")]
             print(
-                f"| {n} | {b['s_per_step']:.3f} | {b['train_s']:.3f} | {b['cpu_s_per_step']:.3f} | "
-                f"{b['first_step_s']:.1f} | " + " | ".join(f"{r:.2f}x" for r in ratio) + " |"
+                f"| {n} | {b['s_per_step']:.3f} | {b['cpu_s_per_step']:.3f} | {b['first_step_s']:.1f} | "
+                f"{b['peak_gib']:.1f} | " + " | ".join(f"{r:.2f}x" for r in ratio) + " |"
             )
     if args.json:
         Path(args.json).write_text(json.dumps(runs, indent=1))
+
+
+def run(command: list[str], env: dict[str, str]) -> float:
+    """Run a command to its end, quietly; return the most memory that it had, in GiB."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            said.seek(0)
+            sys.exit(f"{command}: {said.read()[-2000:].decode(errors='replace')}")
+    return usage.ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -194,7 +205,7 @@ def main() -> None:
         p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         p.add_argument("--compare", action="store_true")
         p.add_argument("--python", nargs="*", default=[], metavar="PEER=PYTHON")
-        p.add_argument("--work", nargs="*", default=list(WORK), choices=list(WORK))
+        p.add_argument("--work", nargs="*", default=["fixed", "ragged"], choices=list(WORK))
         p.add_argument("--rounds", type=int, default=3)
         p.add_argument("--steps", type=int, default=10)
         p.add_argument("--core", type=int, default=0, help="core to pin everyone to; -1: all cores")

@@ -183,7 +183,8 @@ def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) 
     scale = np.zeros(mask.shape)
     scale[keep] = np.array(token_scales([mask[keep]], algorithm.aggregation, e.limit_tok)[0]).reshape(-1, LENGTH)
     behind = lambda x: np.pad(x, ((0, 0), (1, 0))).astype(np.float32)  # noqa: E731
-    optional = {"trainer_logp": e.trainer_logp, "weights": credit.weights, "rewards": credit.rewards}
+    weights = np.broadcast_to(credit.weights, mask.shape)
+    optional = {"trainer_logp": e.trainer_logp, "weights": weights, "rewards": credit.rewards}
     return TokenBatch(
         tokens=np.concatenate([ASKED[:, None], tokens], 1).astype(np.int32),  # type: ignore[arg-type]
         **layout(),  # type: ignore[arg-type]

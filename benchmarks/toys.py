@@ -664,7 +664,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
         "sampler_logp": e.behaviour_logp,
         "trainer_logp": e.trainer_logp,
         "ref_logp": e.ref_logp,
-        "weights": np.ones(mask.shape) if credit.weights is None else credit.weights,
+        "weights": np.broadcast_to(credit.weights, mask.shape),
         "entropy_weights": credit.entropy_weights,
         "rewards": credit.rewards,
         "reference_points": credit.reference_points,

@@ -189,8 +189,10 @@ def answered(e: Episodes, needs: Needs, rng: np.random.Generator) -> Episodes:
 def _check_credit(result: Credit, e: Episodes) -> None:
     if not isinstance(result, Credit):
         raise TypeError(f"it returns a {type(result).__name__}, not a Credit")
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("advantages", "weights", "returns", "mask"), e.mask.shape)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("advantages", "returns", "mask"), e.mask.shape)
     shapes |= dict.fromkeys(("entropy_weights", "rewards", "reference_points"), e.mask.shape) | {"keep": (e.num,)}
+    if np.ndim(result.weights):
+        shapes["weights"] = e.mask.shape
     for name, shape in shapes.items():
         array = getattr(result, name)
         if array is None:

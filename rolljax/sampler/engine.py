@@ -20,6 +20,8 @@ Shape letters besides the model's: S slots, R prefill rows, W pages per row, N p
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -523,6 +525,13 @@ def _put_back(all_slots: DecodeState, slot_S: jax.Array, rows: DecodeState, pool
     return dataclasses.replace(all_slots, pool=pool, **moved)
 
 
+def trim_heap() -> None:
+    """Return freed memory to the operating system. glibc keeps arrays of less than 32 MiB, as the weights of a layer
+    are, and the update that follows needs their memory. Other C libraries have no such function."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class EngineWorker:
     """The engine of one process, with its part of weights, decode state and logits.
 
@@ -554,6 +563,8 @@ class EngineWorker:
         """Free the memory of the weights and the decode state. To wake up, call `set_params` and `init`."""
         self.wait()
         self._params = self._state = self._prefilling = None
+        if self.engine.mesh.devices.flat[0].platform == "cpu":
+            trim_heap()
 
     def prefill(self, chunks: PrefillChunks, *, read: int) -> int:
         """Write chunks of prompts into the cache (see `Engine.prefill`).

@@ -77,7 +77,7 @@ class AsyPpo(Ppo):
         trained = credit.trained(e.mask)
         agree = credits.lowest(spread, trained, self.mask_frac)
         noisy = credits.highest(spread, trained, self.entropy_mask_frac)
-        weights = np.where(agree, 0.0, 1.0 if credit.weights is None else credit.weights)
+        weights = np.where(agree, 0.0, credit.weights)
         return dataclasses.replace(credit, weights=weights, entropy_weights=1.0 - noisy)
 
     def __post_init__(self) -> None:

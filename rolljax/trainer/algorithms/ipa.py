@@ -95,7 +95,7 @@ class Ipa(PolicyGradient):
         credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         # turns that are left out still count in the denominator
         kept = e.mask if credit.mask is None else credit.mask
-        own = self.fresh * kept * (1.0 if credit.weights is None else credit.weights)
+        own = self.fresh * kept * credit.weights
         weights = np.where(e.expert, self.imitation * credits.spread_turns(e.turn_weights, e.turns, e.mask), own)
         # a demonstration has no outcome of its own that could tell against it
         shown = (e.expert | ~e.mask).all(1)

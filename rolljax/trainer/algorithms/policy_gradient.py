@@ -225,14 +225,13 @@ class PolicyGradient(Algorithm):
         Args:
           rewards, keep: as `prepare` made them.
         """
-        mask, weights = e.mask & ~e.expert, None
+        mask, weights = e.mask & ~e.expert, np.ones(e.mask.shape)
         if self.correction is not None:
             weights, kept = self.correction.apply(e.required("trainer_logp"), e.sampler_logp, mask, e.turns)
             stats = {**stats, "mismatch/filtered_frac": 1 - float(kept[mask].mean()) if mask.any() else 0.0}
             mask = mask & kept
         if self.difficulty_weight or self.length_weight:
-            own = self.sample_weights(e, keep)[:, None] * e.mask
-            weights = own if weights is None else own * weights
+            weights = weights * self.sample_weights(e, keep)[:, None]
         if self.whiten:
             advantages = credits.whiten(advantages, mask & keep[:, None], ddof=self.whiten_ddof)
         if self.advantage_clip is not None:
@@ -263,9 +262,7 @@ class PolicyGradient(Algorithm):
         mask = (batch.scale != 0).astype(jnp.float32)
         log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.turn_ids)
         ratio = jnp.exp(log_ratio)
-        loss = self.surrogate(policy.logp, ratio, batch)
-        if batch.weights is not None:
-            loss = loss * batch.weights
+        loss = self.surrogate(policy.logp, ratio, batch) * batch.required("weights")
         mean: dict[str, jax.Array] = {"policy/ratio_mean": ratio, "policy/ratio_sq": ratio * ratio, "loss/policy": loss}
         if isinstance(self.kl, KlLoss):
             kl = self.kl_to_reference(self.kl, policy, batch)

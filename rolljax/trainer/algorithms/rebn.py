@@ -73,4 +73,4 @@ class ReBn(ClippedRatio, PolicyGradient):
         if not self.mask_truncated:
             return credit
         uncut = credits.spread_turns(~e.cut, e.turns, e.mask)
-        return dataclasses.replace(credit, weights=uncut if credit.weights is None else uncut * credit.weights)
+        return dataclasses.replace(credit, weights=uncut * credit.weights)

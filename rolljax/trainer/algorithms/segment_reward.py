@@ -96,9 +96,8 @@ class _SegmentedGradient(_Segmented, PolicyGradient):
     ) -> Credit:
         credit = super().finish(e, rewards, keep, advantages, algorithm_state, stats)
         agree = self.agreeing(e, np.sign(np.where(e.mask, credit.advantages, 0).sum(1)))
-        weights = agree * (1.0 if credit.weights is None else credit.weights)
         stats = self.share(agree, e, dataclasses.replace(credit, keep=None))
-        return dataclasses.replace(credit, weights=weights, stats=stats)
+        return dataclasses.replace(credit, weights=agree * credit.weights, stats=stats)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ class TurnReinforce(PolicyGradient):
         lengths = np.stack([(trained & (e.turns == k)).sum(1) for k in range(e.turn_rewards.shape[1])], 1)
         each = trained.sum() / np.maximum(lengths * np.count_nonzero(lengths), 1)
         equal = credits.spread_turns(each, e.turns, e.mask)
-        return dataclasses.replace(credit, weights=equal if credit.weights is None else equal * credit.weights)
+        return dataclasses.replace(credit, weights=equal * credit.weights)
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
         return objectives.vanilla(batch.advantages, logp)

@@ -156,7 +156,7 @@ class Episodes:
 class Credit:
     """The credit of episodes.
 
-    advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
+    advantages [N, T]. weights [N, T]: factor of the loss, or a number for all. mask [N, T]: tokens that count in the
     denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all). returns [N, T]:
     targets of the critics. critic_weights [M, N, T]: weight of each token in each critic's loss (None: 1).
     entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
@@ -165,7 +165,7 @@ class Credit:
     """
 
     advantages: np.ndarray
-    weights: np.ndarray | None = None
+    weights: np.ndarray | float = 1.0
     mask: np.ndarray | None = None
     keep: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -194,7 +194,7 @@ def apply_credit(
       samples: of the same trajectories as `episodes`, in their order.
     """
     trained = credit.trained(episodes.mask)
-    weights = np.ones(episodes.mask.shape) if credit.weights is None else credit.weights
+    weights = np.broadcast_to(credit.weights, trained.shape)
     columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": trained, "weights": weights}
     optional = {n: getattr(credit, n) for n in ("entropy_weights", "rewards", "reference_points")}
     if needs.trainer_logp:
