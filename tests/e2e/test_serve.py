@@ -707,13 +707,13 @@ def run_folder(tmp_path_factory, params):
     return folder.path
 
 
-def test_a_model_folder_is_loaded(folder, params, chat):
+def test_a_model_folder_is_loaded(folder, model, params, chat):
     engine, loaded, version, served = serve.load(model=folder, max_context=64)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    jax.tree.map(np.testing.assert_array_equal, loaded, model.apart(params))
     assert (served.name, served.max_context, version) == ("tiny-model", 64, 0)
     assert engine.cfg.max_context == 64 and served.stop_ids == chat.stop_ids
     engine, loaded, *_ = serve.load(model=folder, max_context=64, quantization="int8", kv_dtype="fp8")
-    assert loaded["layers"]["q"].dtype == np.int8 and engine.path.stored == "float8_e4m3fn"
+    assert loaded["layers"][0]["q"].dtype == np.int8 and engine.path.stored == "float8_e4m3fn"
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ class Distill(Checked, Sft):
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         assert policy.divergence is not None
-        loss = batch.required("weights") * (self.coef * policy.divergence - self.cross_entropy * policy.logp)
+        weight = 1.0 if batch.weights is None else batch.weights
+        loss = weight * (self.coef * policy.divergence - self.cross_entropy * policy.logp)
         return TokenLoss(loss, {"distill/divergence_nat": policy.divergence, "distill/ce_nat": -policy.logp})
 
     def check(self, setup: Setup) -> list[str]:

@@ -262,7 +262,9 @@ class PolicyGradient(Algorithm):
         mask = (batch.scale != 0).astype(jnp.float32)
         log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.turn_ids)
         ratio = jnp.exp(log_ratio)
-        loss = self.surrogate(policy.logp, ratio, batch) * batch.required("weights")
+        loss = self.surrogate(policy.logp, ratio, batch)
+        if batch.weights is not None:
+            loss = loss * batch.weights
         mean: dict[str, jax.Array] = {"policy/ratio_mean": ratio, "policy/ratio_sq": ratio * ratio, "loss/policy": loss}
         if isinstance(self.kl, KlLoss):
             kl = self.kl_to_reference(self.kl, policy, batch)

@@ -29,7 +29,7 @@ class Sft(Algorithm):
         return Credit(np.where(e.mask, 1.0, 0.0), weights=weights, mask=e.mask & (weights != 0))
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
-        return TokenLoss(-policy.logp * batch.required("weights"))
+        return TokenLoss(-policy.logp * (1.0 if batch.weights is None else batch.weights))
 
     def check(self, setup: Setup) -> list[str]:
         if setup.group_size != 1:

@@ -134,6 +134,7 @@ def test_the_sampler_gets_the_sum(dtype, int8):
     where = param_shardings(mesh, model.lora.base_axes(axes), base), param_shardings(mesh, model.axes(), adapters)
     whole = Adapted(jax.device_put(base, where[0]), jax.device_put(adapters, where[1]))
     got = jax.device_get(make_publish(mesh, model)(whole))
+    got["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *got["layers"])
     assert jax.tree.structure(got) == jax.tree.structure(params)
     for name in MAPS:
         w = np.asarray(base["layers"][name], np.float64)

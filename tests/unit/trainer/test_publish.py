@@ -48,7 +48,7 @@ def weights(model, mesh, seed):
 
 @pytest.fixture(params=["stacked", "apart"])
 def form(request, monkeypatch):
-    """Return how the sampler has its layers; apart as on GPUs."""
+    """Return how the sampler has its layers; stacked as on TPUs."""
     monkeypatch.setattr(publish, "lies_apart", lambda mesh: request.param == "apart")
     return request.param
 
