@@ -158,8 +158,8 @@ class Engine:
 
     @property
     def shared_widths(self) -> tuple[int, ...]:
-        """Pages of shared context of the programs that are compiled in advance. Where programs of many sizes are worth
-        having, they are too many for that."""
+        """Pages of shared context for which programs are compiled in advance; none where programs of many sizes are
+        worth having, which would be too many."""
         return (self.shared_width(0),) if self.cascades and not self.decode_path.sized else ()
 
     # ---- the programs, as their callers see them

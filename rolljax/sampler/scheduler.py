@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -248,9 +249,9 @@ class Scheduler:
         calls = [functools.partial(self._try_prefill, size, read) for size in sizes for read in reads]
         calls += [functools.partial(self._try_insert, sizes[0], *variant) for variant in variants]
         shared = engine.shared_widths if longest_prompt >= cfg.cascade_tok else ()
-        blocks = [(width, rows, s) for width in engine.widths for rows in engine.row_counts for s in (0, *shared)]
-        blocks = [(width, rows, s) for width, rows, s in blocks if not s or rows % BLOCK == 0]
-        calls += [functools.partial(self._try_generate, *block, *v) for v in variants for block in blocks]
+        every = itertools.product(engine.widths, engine.row_counts, (0, *shared))
+        decodes = [(width, rows, pages) for width, rows, pages in every if not pages or rows % BLOCK == 0]
+        calls += [functools.partial(self._try_generate, *shape, *v) for v in variants for shape in decodes]
         tables = [(width, rows) for width in engine.widths for rows in (engine.verify_rows if self._drafts else ())]
         return calls + [functools.partial(self._try_verify, *table, *v) for v in variants for table in tables]
 
