@@ -185,7 +185,7 @@ def test_verbs_take_such_a_run(trained, arguments, capsys):
     engine, weights, version, _ = serve.load(run=trained)
     assert version == 16 and engine.model.lora is None
     merged = load_file(trained / "hf" / "model.safetensors")
-    np.testing.assert_array_equal(weights["layers"]["down"][1].T, merged["model.layers.1.mlp.down_proj.weight"])
+    np.testing.assert_array_equal(weights["layers"][1]["down"].T, merged["model.layers.1.mlp.down_proj.weight"])
     assert train([*arguments, "--dry_run"]) == 0
     assert "rank 4 on q, k, v, o, gate, up, down; base weights in float32" in capsys.readouterr().out
 
