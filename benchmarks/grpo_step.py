@@ -162,7 +162,7 @@ def compare(args: argparse.Namespace) -> None:
             for name, command in commands.items():
                 with tempfile.NamedTemporaryFile(suffix=".json") as file:
                     flags = [*WORK[work].split(), "--steps", str(args.steps), "--json", file.name]
-                    peak_gib = run([*pin, *command, *flags], env)
+                    peak_gib = run(name, [*pin, *command, *flags], env)
                     out = json.loads(Path(file.name).read_text()) | {"peak_gib": peak_gib}
                 runs.setdefault(work, {}).setdefault(name, []).append(out)
                 print(
@@ -187,14 +187,14 @@ def compare(args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(runs, indent=1))
 
 
-def run(command: list[str], env: dict[str, str]) -> float:
-    """Run a command to its end, quietly; return the most memory that it had, in GiB."""
+def run(name: str, command: list[str], env: dict[str, str]) -> float:
+    """Run a framework's command to its end, quietly; return its peak memory in GiB."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             said.seek(0)
-            sys.exit(f"{command}: {said.read()[-2000:].decode(errors='replace')}")
+            sys.exit(f"{name}: {said.read()[-2000:].decode(errors='replace')}")
     return usage.ru_maxrss / 2**20
 
 

@@ -369,8 +369,8 @@ class Model:
 
         `layers` becomes a list of a dict for each layer, without the leading L.
 
-        Programs then write the layers out. They compile longer, and read the weights where they lie: compilers for GPUs
-        copy what a scan over stacked layers takes out of them, in every step.
+        Programs then write the layers out, and read the weights where they lie. Of stacked weights, XLA for GPUs and
+        CPUs copies each layer's in every step.
         """
         layers = params["layers"]
         one = functools.partial(jax.lax.index_in_dim, axis=0, keepdims=False)

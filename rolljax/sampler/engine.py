@@ -55,7 +55,7 @@ Carry = tuple[jax.Array, DecodeState, Any, ResultTokens]
 EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
 MAX_UNROLLED_LAYERS = 8
-"""Largest depth of models whose layers are unrolled in the decode program on CPU."""
+"""Largest depth of models whose layers have a KV cache each in the decode program on CPU; deeper ones share one."""
 LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "verify", "score", "sleep")
 """Methods that all processes of a mesh must call in one order. Arguments and tickets are the same on all of them."""
 

@@ -49,9 +49,8 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
 
 
 def lies_apart(mesh: Mesh) -> bool:
-    """Return whether a sampler over these devices has its layers' weights apart (`Model.apart`): not on TPUs. Elsewhere
-    XLA copies the weights of a layer out of stacked ones in every step: decode steps take .62 of the time without on a
-    GPU (4B model, docs/accelerators.md), and .67 on a CPU (0.6B)."""
+    """Return whether a sampler over these devices has its layers' weights apart (`Model.apart`): everywhere but on
+    TPUs. Decode steps then take .62 of the time on a GPU (4B model, docs/accelerators.md) and .67 on a CPU (0.6B)."""
     return bool(mesh.devices.flat[0].platform != "tpu")
 
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -31,6 +30,7 @@ from rolljax.types import Group, SamplingParams, Trajectory
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.runs import ViewedRun
+from tests.compilations import compiled_from_now_on
 
 from .conftest import ROOT, StopAt, arguments, check_conserved, rows, summary
 
@@ -186,12 +186,7 @@ class Recorder(Console):
 
     def __init__(self):
         super().__init__()
-        self.compiled, self.after_step = [], {}
-        jax.monitoring.register_event_duration_secs_listener(self._event)
-
-    def _event(self, name, _, fun_name="", **__):
-        if name == "/jax/core/compile/backend_compile_duration":
-            self.compiled.append(fun_name)
+        self.compiled, self.after_step = compiled_from_now_on(ahead=True), {}
 
     def step(self, row):
         self.after_step[int(row["step"])] = len(self.compiled)

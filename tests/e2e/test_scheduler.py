@@ -25,6 +25,7 @@ from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
+from tests.compilations import compiled_from_now_on
 
 from ..families import load, make_folder
 from .test_sampler import MODEL, close, engine_of, open_sampler, publisher, weights
@@ -303,9 +304,9 @@ def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
 
 
 def test_a_swap_compiles_nothing():
-    scheduler, new = open_scheduler(make=lambda cfg, mesh: Engine(MODEL, cfg, mesh, BATCH_AXES))
+    scheduler, new = open_scheduler(make=new_engine)
     prompt = np.arange(20, dtype=np.int32)
-    compiled = programs_compiled_from_now_on()
+    compiled = compiled_from_now_on()
     scheduler.warm_up(128, multi_turn=True)
     newer = on(scheduler.engine.mesh, weights())
     before = len(compiled)
@@ -318,21 +319,14 @@ def test_a_swap_compiles_nothing():
     assert len(compiled) == before > 5
 
 
-def programs_compiled_from_now_on():
-    """Return a list that this thread's compilations enter."""
-    compiled, thread = [], threading.get_ident()
-
-    def listen(name, _, **about):
-        if name == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == thread:
-            compiled.append(about)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return compiled
+def new_engine(cfg, mesh):
+    """Return an engine that has compiled nothing."""
+    return Engine(MODEL, cfg, mesh, BATCH_AXES)
 
 
 def of_gpus(cfg, mesh):
     """Return an engine whose decode steps run the GPU's kernel, in Pallas' interpreter."""
-    engine = Engine(MODEL, cfg, mesh, BATCH_AXES)
+    engine = new_engine(cfg, mesh)
     paged = (MODEL.cfg, MODEL.dtype, cfg.page_size, engine.pages_per_shard)
     engine.decode_path = TritonPath(*paged, False, mesh, interpret=True)
     return engine
@@ -340,12 +334,11 @@ def of_gpus(cfg, mesh):
 
 @pytest.mark.parametrize("kind", ["dense", "triton"])
 def test_beginnings_that_are_read_once_need_no_program_that_a_server_has_not_compiled(kind):
-    make = of_gpus if kind == "triton" else lambda cfg, mesh: Engine(MODEL, cfg, mesh, BATCH_AXES)
-    scheduler, _ = open_scheduler(make=make, cascade_tok=32, programs="few")
+    scheduler, _ = open_scheduler(make=of_gpus if kind == "triton" else new_engine, cascade_tok=32, programs="few")
     for program in scheduler.programs(128, multi_turn=True, variants=scheduler.cfg.draw_variants):
         program()
     scheduler.compiles_when_needed = False
-    compiled = programs_compiled_from_now_on()
+    compiled = compiled_from_now_on()
     ask(scheduler, np.arange(100, dtype=np.int32), 8, 10)
     finish(scheduler)
     assert not compiled

@@ -15,6 +15,7 @@ from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import ServerLimits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
+from tests.compilations import compiled_from_now_on
 
 from .serving import KEY, Running, until
 
@@ -55,10 +56,7 @@ def test_requests_wait_for_programs_and_programs_for_no_request(cold):
     assert shown == [(i, programs) for i in range(programs + 1)] and programs == 12
     reply = httpx2.get(f"{cold.url}/ready")
     assert (reply.status_code, reply.json()["status"]) == (200, "ready")
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _, **__: name == "/jax/core/compile/backend_compile_duration" and compiled.append(name)
-    )
+    compiled = compiled_from_now_on()
     ordinary(cold)
     assert compiled == []
 
