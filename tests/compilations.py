@@ -5,16 +5,15 @@ import threading
 import jax
 
 
-def compiled_from_now_on(*, ahead=False):
-    """Return a list that receives the name of every program that is compiled from now on, in any thread.
+def compiled_from_now_on(*, here=False):
+    """Return a list that receives the name of every program that is compiled from now on.
 
-    ahead: also those that a run compiles ahead (`aot.ahead`): their threads may outlive a run that a test has stopped.
+    here: only those that the calling thread compiles.
     """
-    names = []
+    names, caller = [], threading.get_ident()
 
     def listen(event, _, fun_name="", **__):
-        of_run = threading.current_thread().name.startswith("rolljax-compile")
-        if event == "/jax/core/compile/backend_compile_duration" and (ahead or not of_run):
+        if "backend_compile" in event and (not here or threading.get_ident() == caller):
             names.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -186,7 +186,7 @@ class Recorder(Console):
 
     def __init__(self):
         super().__init__()
-        self.compiled, self.after_step = compiled_from_now_on(ahead=True), {}
+        self.compiled, self.after_step = compiled_from_now_on(), {}
 
     def step(self, row):
         self.after_step[int(row["step"])] = len(self.compiled)

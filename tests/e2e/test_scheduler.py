@@ -306,7 +306,7 @@ def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
 def test_a_swap_compiles_nothing():
     scheduler, new = open_scheduler(make=new_engine)
     prompt = np.arange(20, dtype=np.int32)
-    compiled = compiled_from_now_on()
+    compiled = compiled_from_now_on(here=True)
     scheduler.warm_up(128, multi_turn=True)
     newer = on(scheduler.engine.mesh, weights())
     before = len(compiled)
@@ -338,7 +338,7 @@ def test_beginnings_that_are_read_once_need_no_program_that_a_server_has_not_com
     for program in scheduler.programs(128, multi_turn=True, variants=scheduler.cfg.draw_variants):
         program()
     scheduler.compiles_when_needed = False
-    compiled = compiled_from_now_on()
+    compiled = compiled_from_now_on(here=True)
     ask(scheduler, np.arange(100, dtype=np.int32), 8, 10)
     finish(scheduler)
     assert not compiled

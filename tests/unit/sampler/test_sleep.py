@@ -21,6 +21,7 @@ from rolljax.sampler.weights import Snapshot
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
+from tests.compilations import compiled_from_now_on
 
 MODEL = Model(Qwen3Config(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, head_dim=8, ffn_size=32))
 MESH = MeshSpec().build(jax.devices()[:1])
@@ -98,20 +99,15 @@ def test_tokens_after_sleep_are_those_of_a_sampler_that_stayed_awake(sampler):
 
 
 def test_nothing_compiles_after_the_first_waking(sampler):
-    compiled = []
-    listen = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
     new = [weights(1), weights(2)]
     asyncio.run(answers(sampler))
     wake(sampler, 1, new[0])
     asyncio.run(answers(sampler))
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for version in (2, 3):
-            sampler.sleep()
-            wake(sampler, version, new[version - 2])
-            asyncio.run(answers(sampler))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    compiled = compiled_from_now_on()
+    for version in (2, 3):
+        sampler.sleep()
+        wake(sampler, version, new[version - 2])
+        asyncio.run(answers(sampler))
     assert compiled == []
 
 
