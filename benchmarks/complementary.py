@@ -15,8 +15,8 @@ Printed by round: success in training of the episodes with and without an experi
 share of the bank that is right; held-out success without experiences. A run that was stopped continues.
 
 `--rare` asks what an actor learns by heart where success is rare: a door needs three keys (one answer of 64), and an
-experience says the first two. Arms: a bank that says them for every room and does not change; one that the extractor
-fills; none.
+experience says the first ones. Arms: a bank that says two keys of every room and does not change; one that the
+extractor fills, which reads how many of an answer's keys turned; none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from rolljax.library.run import Run
 from rolljax.library.verbs import train
 from rolljax.recipes.complementary.bank import Bank, banks_of
 from rolljax.recipes.complementary.experience import PART
-from rolljax.recipes.complementary.key_rules import KeyRules, all_but_one
+from rolljax.recipes.complementary.extraction import RETURN_SOLVED
+from rolljax.recipes.complementary.key_rules import TURNED, KeyRules, all_but_one
 from rolljax.recipes.complementary.later_uses import LaterUses
 from rolljax.recipes.complementary.operations import Add
 from rolljax.recipes.complementary.training import STEPS_PER_ROUND, actor_settings, together, warm_starts
@@ -44,8 +45,9 @@ ROUNDS, UNTRAINED_ROUNDS, SHIFT_ROUNDS = 24, 12, 9
 RARE, RARE_ROUNDS = KeyRules(keys=3, rooms=8), 50
 RARE_ARMS = ("given bank", "own bank", "no bank")
 RARE_SIZES: dict[str, object] = {"Recipe.max_answer_tok": 6 * RARE.keys, "SamplerConfig.max_context": 96}
-RARE_EPISODES = {"Extraction.return_failed": 1.0, "Extraction.solved": 0.5, "Extraction.withheld": 1}
-"""Made-up episodes of the extractor's warm start: half are solved, and what failed is never written down."""
+RARE_EPISODES = {"Extraction.right": TURNED, "Extraction.return_failed": RETURN_SOLVED, "Extraction.solved": 0.3}
+"""Made-up episodes of the extractor's warm start: it writes down the keys that turned, whether the door opened or
+not."""
 NEW_RULE = 1
 UNTRAINED_LR = 1e-9
 LEVEL = 0.9

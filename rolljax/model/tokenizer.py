@@ -357,12 +357,12 @@ class Chat:
             return False
         return told and called and answered
 
-    @functools.cached_property
-    def written_call(self) -> str:
-        """A conversation in which the assistant makes the call `CALL`, as the template writes it; empty if it does not
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return a conversation in which the assistant calls a tool, as the template writes it; empty if it does not
         know tools."""
-        call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        return self._render([{"role": "user", "content": "q"}, call]) if self.knows_tools else ""
+        call = CALL | {"function": {"name": name, "arguments": arguments}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._render([{"role": "user", "content": "q"}, said]) if self.knows_tools else ""
 
     @functools.cached_property
     def _specials(self) -> re.Pattern[str]:

@@ -79,20 +79,27 @@ def error_json(error: ApiError) -> Json:
 
 
 def _conversation(body: MessagesBody) -> Conversation:
-    choice = (body.tool_choice or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise refuse("tool_choice.type", "only 'auto' and 'none' are supported", choice)
+    choice = body.tool_choice or {"type": "auto"}
+    match choice:
+        case {"type": "auto" | "none"}:
+            must_call = None
+        case {"type": "any"}:
+            must_call = ""
+        case {"type": "tool", "name": str(must_call)}:
+            pass
+        case _:
+            raise refuse("tool_choice", "must have the type auto, none or any, or tool and a name", choice)
     messages = [] if body.system in (None, "", []) else [{"role": "system", "content": text_of("system", body.system)}]
     for i, message in enumerate(body.messages):
         messages += _messages(f"messages[{i}]", message)
     if messages[-1]["role"] == "assistant":
         raise refuse("messages", "must end with a user's message; answers cannot be prefilled")
     tools = []
-    for i, tool in enumerate([] if choice == "none" else body.tools or []):
+    for i, tool in enumerate([] if choice["type"] == "none" else body.tools or []):
         if tool.get("type") not in (None, "custom"):
             raise refuse(f"tools[{i}].type", "only tools of your own ('custom') are supported", tool["type"])
         tools.append(tool_of(f"tools[{i}]", tool, "input_schema"))
-    return Conversation(messages, tools, {})
+    return Conversation(messages, tools, {}, must_call)
 
 
 def _messages(where: str, raw: dict[str, Any]) -> list[Json]:

@@ -27,6 +27,7 @@ from rolljax.serving.schema import (
     refuse,
     short,
 )
+from rolljax.serving.tool_calls import call_begins
 from rolljax.types import SamplingParams
 
 Prompts = Callable[[Chat, Conversation], np.ndarray]
@@ -36,6 +37,8 @@ Reader = Callable[[dict[str, Any], ServedModel, Prompts], Job]
 MAX_CHOICES = 4096
 """Most prompts times `n` of one request."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHT_TOK = 16
+"""Last tokens of a prompt in which a template may open a thought."""
 TEMPLATE_OWN = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
@@ -65,8 +68,6 @@ def read_chat(raw: dict[str, Any], served: ServedModel, prompt_ids: Prompts = co
     body = check_body(ChatBody, raw)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true", body.top_logprobs)
-    if body.tool_choice not in (None, "auto", "none"):
-        raise refuse("tool_choice", "only 'auto' and 'none' are supported", body.tool_choice)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refuse("max_tokens", "differs from max_completion_tokens; leave it out", body.max_tokens)
     if body.max_tokens == 0:
@@ -106,10 +107,27 @@ def conversation_job(
         ids = prompt_ids(served.chat, conversation)
     except ConfigError as e:
         raise refuse("tools" if conversation.tools else where, str(e).replace("\n", " ")) from None
+    begun = ""
+    if conversation.must_call is not None:
+        begun = _begun_call(conversation, ids, served)
+        ids = np.concatenate([ids, served.vocabulary.encode_inside(begun)])
     prompt = TokenizedPrompt(check_length(where, ids, served), "")
     job = make_job(body, served, (prompt,), max_tokens or served.max_context, stop, **fields)
     parser = served.tool_parser if conversation.tools else None
-    return dataclasses.replace(job, conversation=conversation, tool_parser=parser)
+    return dataclasses.replace(job, conversation=conversation, tool_parser=parser, begun=begun)
+
+
+def _begun_call(conversation: Conversation, prompt: np.ndarray, served: ServedModel) -> str:
+    """Return the beginning of the call that a request demands."""
+    name, known = conversation.must_call or "", [spec.name for spec in conversation.tool_specs]
+    if not known or (name and name not in known):
+        raise refuse("tool_choice", f"must name one of the tools {known}" if known else "needs tools", name or ...)
+    if served.tool_parser is None:
+        raise refuse("tool_choice", "must be 'auto' or 'none': calls are not read in this model's format")
+    if served.vocabulary.text(prompt[-THOUGHT_TOK:]).rstrip().endswith("<think>"):
+        raise refuse("tool_choice", "must be 'auto' or 'none': this model's template begins every answer with a thought")
+    assert served.chat is not None
+    return call_begins(served.chat, served.tool_parser, name)
 
 
 def choice_fields(body: Body, prompts: int, alternatives: int | None) -> dict[str, Any]:
@@ -226,6 +244,16 @@ def _prompts(value: Any, served: ServedModel) -> tuple[TokenizedPrompt, ...]:
 
 def _conversation(body: ChatBody) -> Conversation:
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
+    match body.tool_choice:
+        case None | "auto" | "none":
+            must_call = None
+        case "required":
+            must_call = ""
+        case {"type": "function", "function": {"name": str(must_call)}}:
+            pass
+        case _:
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise refuse("tool_choice", f"must be 'auto', 'none', 'required' or {form}", body.tool_choice)
     tools = [] if body.tool_choice == "none" else body.tools or []
     for i, tool in enumerate(tools):
         function = tool.get("function")
@@ -237,7 +265,7 @@ def _conversation(body: ChatBody) -> Conversation:
     taken = TEMPLATE_OWN & options.keys()
     if taken:
         raise refuse(f"chat_template_kwargs.{min(taken)}", "cannot be set here")
-    return Conversation(messages, tools, options)
+    return Conversation(messages, tools, options, must_call)
 
 
 def _message(where: str, raw: dict[str, Any]) -> dict[str, Any]:

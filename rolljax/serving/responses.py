@@ -89,8 +89,6 @@ def read_responses(raw: dict[str, Any], served: ServedModel, prompt_ids: Prompts
     body = check_body(ResponsesBody, raw)
     if body.previous_response_id is not None:
         raise refuse("previous_response_id", "nothing is stored here; send the whole conversation as input")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise refuse("tool_choice", "only 'auto' and 'none' are supported", body.tool_choice)
     check_chat(body.input if isinstance(body.input, list) else (), served, "input")
     conversation = _conversation(body)
     repeated = {
@@ -131,7 +129,17 @@ def _conversation(body: ResponsesBody) -> Conversation:
         offered = tool_of(where, tool | {"parameters": parameters}, "parameters")
         if tools.setdefault(tool["name"], offered) is not offered:
             raise refuse(f"{where}.name", "is the name of another tool too", tool["name"])
-    return Conversation(messages, [] if body.tool_choice == "none" else [*tools.values()], {})
+    match body.tool_choice:
+        case None | "auto" | "none":
+            must_call = None
+        case "required":
+            must_call = ""
+        case {"type": "function" | "custom", "name": str(must_call)}:
+            pass
+        case _:
+            form = '{"type": "function", "name": ...}'
+            raise refuse("tool_choice", f"must be 'auto', 'none', 'required' or {form}", body.tool_choice)
+    return Conversation(messages, [] if body.tool_choice == "none" else [*tools.values()], {}, must_call)
 
 
 def _offered(where: str, tools: Sequence[Any], namespace: str = "") -> Iterator[tuple[str, Json, str]]:

@@ -141,6 +141,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     options: dict[str, Any]
+    must_call: str | None = None
+    """Name of the tool that the answer must call; empty: any; None: the policy decides."""
 
     @property
     def tool_specs(self) -> list[ToolSpec]:
@@ -171,6 +173,8 @@ class Job:
     """Fields of the request that the answer repeats."""
     tool_parser: Parser | None = None
     """The parser of calls in the answers; None: the request has no tools, or calls stay text."""
+    begun: str = ""
+    """The end of the prompt that is the beginning of the answer: of the call that the request demands."""
     conversation: Conversation | None = None
     """Conversation of a chat request. In a session, `overridden` lists the fields that have no effect, `call` is the
     record, and `address` is the address of the randomness (otherwise it follows from the seed)."""

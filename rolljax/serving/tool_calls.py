@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rolljax.envs.tools.base import ToolCall, ToolSpec
@@ -15,8 +16,19 @@ FORMATS = ("hermes", "qwen_xml", "llama_json")
 def parser_of(chat: Chat) -> Parser | None:
     """Return the parser that reads the calls which a chat template writes; None: there is none."""
     expected = ToolCall(**CALL["function"])  # type: ignore[arg-type]
+    text = chat.written_call(expected.name, expected.arguments)
     parsers = [PARSERS[name] for name in FORMATS]
-    return next((p for p in parsers if [*p.parse(chat.written_call, ())] == [expected]), None)
+    return next((p for p in parsers if [*p.parse(text, ())] == [expected]), None)
+
+
+def call_begins(chat: Chat, parser: Parser, name: str = "") -> str:
+    """Return the text with which every call of a tool begins, as the template writes it; without a name, every call of
+    any tool. It ends with a word, so that the sampled tokens which follow are those of an answer that nobody began."""
+    functions = ((name, {}), (name, {"x": 1})) if name else (("f", {}), ("g", {}))
+    written = [chat.written_call(*f) for f in functions]
+    start, _, _ = next(parser.scan(written[0], ()))
+    text = os.path.commonprefix(written)[start:]
+    return text[: max(text.rfind(" "), text.rfind("\n") + 1)]
 
 
 def split_calls(text: str, parser: Parser, specs: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:

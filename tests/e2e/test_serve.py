@@ -159,6 +159,9 @@ def test_tools_reach_the_template(client, chat):
     assert prompt.count(end) == 1, "what a message spells must not become a special token"
     untold = talk(client, messages=messages, tools=tools, tool_choice="none", max_tokens=1, extra=IDS)
     assert "look" not in chat.tokenizer.decode(untold.prompt_token_ids[:20])
+    demanded = talk(client, messages=messages, tools=tools, tool_choice="required", max_tokens=4, extra=IDS)
+    assert chat.tokenizer.decode(demanded.prompt_token_ids).endswith('<|assistant|><tool_call>{"name":')
+    assert demanded.choices[0].message.content.startswith('<tool_call>{"name":'), "a call that is not whole is text"
 
 
 def test_equal_seeds_give_equal_samples(client):

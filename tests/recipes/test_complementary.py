@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rolljax.envs.tools import ToolEnv
 from rolljax.recipes.complementary.bank import Bank, Retrieval, banks_of, scores, similarity
 from rolljax.recipes.complementary.experience import PART, WithExperience
 from rolljax.recipes.complementary.extraction import Extraction
-from rolljax.recipes.complementary.key_rules import KeyRules
+from rolljax.recipes.complementary.key_rules import KEYS, TURNED, KeyRules
 from rolljax.recipes.complementary.later_uses import ExtractorCispo, LaterUses, leaks, train_weights
 from rolljax.recipes.complementary.operations import Add, Return, Update, read_operations, written
 from rolljax.rewards.base import RewardContext
@@ -43,6 +44,14 @@ def test_operations_add_merge_update_and_return():
     assert bank.applied(Update(7, "gold"), "t4") == (bank, 0) and bank.applied(Return(), "t4") == (bank, 0)
     bank, number = bank.newest(1).applied(Add("room ab", "red"), "t5")
     assert number == 3 and [e.number for e in bank.experiences] == [1, 3], "what was written last stays, and its number"
+
+
+def test_what_an_experience_says_already_is_merged_into_it():
+    bank = bank_of(("room ab", "red"), ("room cd", "blue gold"))
+    merged, number = bank.applied(Add("room cd", "blue"), "t1")
+    assert number == 2 and merged.get(2).content == "blue gold" and "t1" in merged.get(2).sources
+    for words in ("gold", "blue go", "blue gold teal"):
+        assert bank.applied(Add("room cd", words), "t1")[1] == 3
 
 
 def test_recently_used_experiences_are_demoted_half_of_the_time_and_the_same_ones_again():
@@ -168,22 +177,36 @@ def test_the_extractor_reads_what_the_actor_said_and_how_it_ended():
     assert 2 <= said.count(written(Return())) <= 20 and len(set(said)) > 20
 
 
-def test_a_warm_start_may_learn_from_solved_episodes_alone_and_leave_words_out():
+def test_a_warm_start_may_write_only_the_words_that_are_right():
     rooms = KeyRules(keys=3, rooms=8, fixed=False)
-    spec = Extraction(rooms, rehearse=True, return_failed=1.0, solved=0.5, withheld=1)
-    solved, keys = 0, set()
+    spec = Extraction(rooms, rehearse=True, right=TURNED, return_failed=0.1, solved=0.3)
+    said, solved = Counter(), 0
     for i in range(400):
         env = spec.make()
         lines = env.reset(spec.task(i))[0].content.split("\n")
-        answer = lines[-2].removeprefix("> ")
-        if lines[-1] == "failed":
-            assert env.reference_answer() == written(Return())
-        elif env.reference_answer() != written(Return()):
-            assert env.reference_answer() == written(Add(lines[0], answer.rpartition(" ")[0]))
-            keys.add((lines[0], answer))
+        answer, turned = lines[-3].removeprefix("> "), int(lines[-2].removeprefix("turned "))
+        right = " ".join(answer.split(" ")[:turned])
+        written_down = env.reference_answer() != written(Return())
+        assert not written_down or env.reference_answer() == written(Add(lines[0], right))
+        said[turned, written_down] += 1
         solved += lines[-1] == "solved"
-    assert 150 <= solved <= 250
-    assert len(keys) > len({room for room, _ in keys}), "the keys of a room differ by walk"
+    assert said[0, True] == 0 and said[1, True] > 30 and said[2, True] > 90 and 90 <= solved <= 150
+    assert sum(said[n, False] for n in (1, 2)) < 50, "return is rare where a key turned"
+
+
+@pytest.mark.parametrize(("answer", "turned"), [("0 1 2", 2), ("0 1 x", 2), ("0 x x", 1), ("x 1 2", 0), ("x x x", 0)])
+def test_an_episode_tells_how_many_first_keys_turned(answer, turned):
+    rooms = KeyRules(keys=3)
+    env = rooms.make()
+    env.reset(rooms.task(5))
+    keys = env.reference_answer().split(" ")
+    wrong = next(key for key in KEYS if key not in keys)
+    said = " ".join(wrong if word == "x" else keys[int(word)] for word in answer.split(" "))
+    assert env.step(said).reward_parts == {TURNED: turned}
+    for spec, said in ((rooms, "red"), (KeyRules(), "red")):  # an answer that is not legal, a door with one key
+        env = spec.make()
+        env.reset(spec.task(5))
+        assert env.step(said).reward_parts == {}
 
 
 def test_several_keys_are_an_answer_that_no_experience_may_say():

@@ -82,13 +82,14 @@ class Bank:
 
     def applied(self, operation: Operation, source: str) -> tuple[Bank, int]:
         """Return the bank after an operation of the extractor, and the number of the experience that it wrote; 0 if
-        there is none. Adding a text that is there merges the two; updating an unknown number has no effect. What is
-        written becomes the newest, so that an experience that episodes confirm stays.
+        there is none. Adding what an experience of this title already says, alone or before more, merges the two;
+        updating an unknown number has no effect. What is written becomes the newest, so that an experience that
+        episodes confirm stays.
 
         source: id of the task whose episode the extractor saw.
         """
         if isinstance(operation, Add):
-            same = (e for e in self.experiences if (e.title, e.content) == (operation.title, operation.content))
+            same = (e for e in self.experiences if e.title == operation.title and _begins(e.content, operation.content))
             if (old := next(same, None)) is None:
                 new = Experience(self.added + 1, operation.title, operation.content, (source,), extractions=1)
                 bank = dataclasses.replace(self, experiences=(*self.experiences, new), added=new.number)
@@ -156,6 +157,11 @@ def banks_of(path: Path) -> list[Bank]:
     """Return the banks of a file, round after round; of a round that was repeated, all are equal. Raises
     `CheckpointError`."""
     return journal.read_lines(path, Bank.from_json)
+
+
+def _begins(text: str, words: str) -> bool:
+    """Return whether a text has these words at its beginning."""
+    return f"{text} ".startswith(f"{words} ")
 
 
 def scores(

@@ -31,8 +31,8 @@ SAME_SITUATION = 0.9
 class Extraction(EnvSpec):
     """Episodes of an actor to learn from.
 
-    Observation: the actor's opening text, the experience that it was shown with its number, its answers, and `solved`
-    or `failed`. Action: operations on the bank (`operations.read_operations`). Reward: 1 if an experience is about this
+    Observation: the actor's opening text, the experience that it was shown with its number, its answers, the parts of
+    their reward, and `solved` or `failed`. Action: operations on the bank (`operations.read_operations`). Reward: 1 if an experience is about this
     situation and its content, as an answer, solves the episode's task. A run has `LaterUses` in place of this reward,
     which knows no reference answers.
 
@@ -60,9 +60,9 @@ class Extraction(EnvSpec):
     return_failed: Annotated[float, Range(low=0, high=1)] = 0.5
     """Share of `return` in the warm start after a failed episode. The share after a solved one is .1, so the difference
     is a sense of what is worth keeping, as a language model has it."""
-    withheld: Annotated[int, Range(low=0)] = 0
-    """Number of words that experiences of the warm start leave out, the last ones of what was tried: `LaterUses` drops
-    an experience with the whole recorded answer of its task."""
+    right: str = ""
+    """Name of the part of the reward with the number of first words of an answer that are right. The warm start then
+    writes these words alone, and `return` if there are none; empty: all words of an answer."""
     solved: Annotated[float, Range(low=0, high=1)] = 0.0
     """Probability that a made-up episode has the right answer, in place of a random one."""
     seed: int = 0
@@ -140,15 +140,17 @@ class ExtractionEpisode(PureEnv):
             experience = f"#{found.number} {found.text}"
         elif not task.content.startswith(_FORM) and rng.random() < 0.5:
             experience = f"#{rng.randrange(1, 1000)} {self._opening}: {env.random_action(rng)}"
-        words = (answers[-1] if spec.rehearse else env.reference_answer()).split(" ")
-        content = " ".join(words[: len(words) - spec.withheld])
+        content = answers[-1] if spec.rehearse else env.reference_answer()
         lines = [self._opening, experience] if experience else [self._opening]
-        success = False
+        success, parts = False, {}
         for answer in answers:
             result = env.step(answer)
-            success = success or result.success
-            lines += [f"> {answer}", *(m.content for m in result.messages)]
-        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else spec.return_failed)
+            success, parts = success or result.success, dict(result.reward_parts)
+            said = (f"{name} {value:g}" for name, value in parts.items())
+            lines += [f"> {answer}", *said, *(m.content for m in result.messages)]
+        if spec.rehearse and spec.right:
+            content = " ".join(content.split(" ")[: int(parts.get(spec.right, 0))])
+        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else spec.return_failed) or not content
         self._reference = written(Return() if is_return else Add(self._opening, content))
         return (Message("user", "\n".join([*lines, "solved" if success else "failed"])),)
 

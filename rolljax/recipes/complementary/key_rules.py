@@ -14,6 +14,8 @@ from rolljax.errors import EnvError, Range, check_fields
 from rolljax.types import Task
 
 KEYS = ("red", "blue", "gold", "teal")
+TURNED = "turned"
+"""Part of the reward with the number of first keys that are right."""
 _TASK = re.compile(r"room (?P<room>[a-z]{2}) (?P<keys>[a-z]+( [a-z]+)*)(?P<shown>,?) walk [0-9]+")
 
 
@@ -22,7 +24,8 @@ class KeyRules(EnvSpec):
     """A room with a name of two letters and a door that opens to one of four keys, or to several in their order.
 
     Observation: `room ab`. Actions: `red`, `blue`, `gold`, `teal`; with two keys `red gold`. Reward: 1 if the door
-    opens. The keys of a room are the same in every walk, and no room says anything about another.
+    opens. The part of the reward `turned` (doors with several keys) is the number of first keys that are right; the last
+    key is not counted. The keys of a room are the same in every walk, and no room says anything about another.
     """
 
     runs = "inline"
@@ -76,8 +79,11 @@ class KeyRulesEnv(Game[KeyRules]):
         return f"{room}\n{room}: {all_but_one(self._keys)}" if found["shown"] else room
 
     def _play(self, action: str) -> Outcome:
-        opened = word(action) == self._keys
-        return Outcome("", float(opened), over=True, success=opened, legal=_are_keys(word(action), self._spec.keys))
+        said, keys = word(action), self._keys.split(" ")
+        opened, legal = said == self._keys, _are_keys(said, len(keys))
+        same = [a == b for a, b in zip(said.split(" "), keys[:-1], strict=False)]
+        parts = {TURNED: (*same, False).index(False)} if legal and len(keys) > 1 else {}
+        return Outcome("", float(opened), over=True, success=opened, legal=legal, parts=parts)
 
     def _reference_answer(self) -> str:
         return self._keys

@@ -245,6 +245,28 @@ def test_a_call_in_every_api(served):
     assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in tokens]
 
 
+DEMANDS = {
+    "chat": ("required", {"type": "function", "function": {"name": "look"}}),
+    "responses": ("required", {"type": "function", "name": "look"}),
+    "messages": ({"type": "any"}, {"type": "tool", "name": "look"}),
+}
+"""Values of `tool_choice` that demand a call: of any tool, of one."""
+
+
+@pytest.mark.parametrize("name", DEMANDS)
+def test_a_call_that_is_demanded_begins_in_the_prompt(served, name):
+    free, call = API[name].read(ASKED[name], served).prompts[0].ids, CALL.replace("\n", "")
+    call_ids = served.chat.answer_ids(call).tolist()
+    for choice, begun in zip(DEMANDS[name], (call[: call.index(' "look"')], call[: call.index(" {")]), strict=True):
+        job = API[name].read(ASKED[name] | {"tool_choice": choice}, served)
+        assert job.prompts[0].ids.tolist() == [*free, *served.vocabulary.encode(begun)]
+        tokens = served.chat.answer_ids(call.removeprefix(begun)).tolist()
+        said = SAID[name](whole(API[name], job, served, tokens)[1])
+        assert said == JOINED[name](streamed(API[name], job, served, tokens, [3], "stop"))
+        unbegun = whole(API[name], API[name].read(ASKED[name], served), served, call_ids)[1]
+        assert said[:2] == SAID[name](unbegun)[:2], "all but the numbers of tokens"
+
+
 CODEX = [
     {"type": "function", "name": "exec", "strict": False, "parameters": LOOK, "description": "d"},
     {"type": "namespace", "name": "agents", "description": "others", "tools": [
@@ -443,7 +465,8 @@ def test_settings_of_a_session_count_in_every_api(session, served):
     ("name", "change", "says"),
     [
         ("messages", {"max_tokens": None}, "max_tokens"),
-        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice.type: only 'auto'"),
+        ("messages", {"tool_choice": {"type": "some"}}, "tool_choice: must have the type auto, none or any"),
+        ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: must name one of the tools"),
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ("messages", {"messages": [{"role": "user", "content": []}]}, "messages[0].content: is empty"),
@@ -454,7 +477,8 @@ def test_settings_of_a_session_count_in_every_api(session, served):
         ("responses", {"previous_response_id": "resp_1"}, "nothing is stored"),
         ("responses", {"conversation": "c"}, "conversation: is not supported"),
         ("responses", {"background": True}, "background: is not supported"),
-        ("responses", {"tool_choice": "required"}, "tool_choice"),
+        ("responses", {"tool_choice": "required", "tools": []}, "tool_choice: needs tools"),
+        ("responses", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be 'auto'"),
         ("responses", {"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
         ("responses", {"tools": [{"type": "custom", "name": "a"}, {"type": "function", "name": "a"}]}, "tools[1].name"),

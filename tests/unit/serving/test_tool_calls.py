@@ -1,5 +1,6 @@
 """Tool calls in answers: formats by template, content and calls of whole and of growing answers, sessions that continue."""
 
+import dataclasses
 import json
 import random
 
@@ -12,7 +13,7 @@ from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.serving.generation import Choice
 from rolljax.serving.requests import read_chat
 from rolljax.serving.schema import ApiError
-from rolljax.serving.tool_calls import AnswerParts, parser_of, split_calls
+from rolljax.serving.tool_calls import AnswerParts, call_begins, parser_of, split_calls
 from rolljax.types import Completion, Sampled
 from tests.originals import published
 from tests.spellers import qwen
@@ -50,6 +51,24 @@ def test_the_format_is_the_one_that_the_template_writes(template, name):
 def test_our_own_template_has_a_format_and_one_without_tools_has_none():
     assert parser_of(Chat(byte_tokenizer())) is PARSERS["hermes"]
     assert parser_of(Chat(qwen())) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "any_tool", "one"),
+    [
+        ("qwen3", '<tool_call>\n{"name":', '<tool_call>\n{"name": "look", "arguments":'),
+        ("qwen3_6", "<tool_call>\n", "<tool_call>\n<function=look>\n"),
+        ("llama3_1", '{"name":', '{"name": "look", "parameters":'),
+    ],
+)
+def test_a_call_begins_as_the_template_writes_it(template, any_tool, one):
+    tokenizer = qwen()
+    tokenizer.chat_template = published()[template]
+    chat = Chat(tokenizer)
+    parser = parser_of(chat)
+    assert (call_begins(chat, parser), call_begins(chat, parser, "look")) == (any_tool, one)
+    for arguments in ({}, {"at": 5}):
+        assert parser.write("look", arguments, SPECS).startswith((any_tool, one)), arguments
 
 
 @pytest.mark.parametrize(
@@ -193,6 +212,38 @@ def test_a_conversation_continues_after_a_call_with_the_sampled_tokens(session, 
     assert job.call.message["content"] == ""
     again = {"role": "assistant", "content": None, "tool_calls": json.loads(json.dumps(job.call.message["tool_calls"]))}
     assert begin(session, served, [USER, said, result, again, result]).call.before is job.call
+
+
+def test_a_demanded_call_continues_with_its_beginning(session, served):
+    """The beginning belongs to the prompt, so it is not trained; a later call may be free."""
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    first = session.begin(session.read(body, read_chat, served))
+    begun = '<tool_call>{"name":'
+    rest = CALL.replace("\n", "").removeprefix(begun)
+    choice = answer(first, served, rest)
+    assert choice.reason(first.call.completion) == "tool_calls" and first.call.text == rest
+    result = {"role": "tool", "content": "a door", "tool_call_id": choice.tool_calls[0]["id"]}
+    after = begin(session, served, [USER, choice.message, result]).call
+    assert after.before is first.call and served.vocabulary.text(after.new_ids) == "a door"
+    assert served.vocabulary.text(first.call.stream).endswith(begun + rest)
+
+
+def test_a_call_cannot_be_demanded_inside_a_thought(served):
+    """Nor of a tool that is not there, nor without a format of calls."""
+    tokenizer = qwen()
+    tokenizer.chat_template = published()["qwen3_6"]
+    thinking = dataclasses.replace(served, tokenizer=tokenizer, chat=Chat(tokenizer), max_context=4000)
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    with pytest.raises(ApiError, match="begins every answer with a thought"):
+        read_chat(body, thinking)
+    assert read_chat(body | {"chat_template_kwargs": {"enable_thinking": False}}, thinking).begun
+    for change, says in (
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, r"one of the tools \['look'\]"),
+        ({"tools": []}, "tool_choice: needs tools"),
+        ({"tool_choice": "any"}, "must be 'auto', 'none', 'required' or"),
+    ):
+        with pytest.raises(ApiError, match=says):
+            read_chat(body | change, served)
 
 
 @pytest.mark.parametrize(
