@@ -25,10 +25,11 @@ class NumShards:
 
     vocab: int = 1
     rows: int = 1
+    context: int = 1
 
     @staticmethod
     def of(mesh: Mesh) -> NumShards:
-        return NumShards(mesh.shape["tensor"], num_batch_shards(mesh))
+        return NumShards(mesh.shape["tensor"], num_batch_shards(mesh), mesh.shape["context"])
 
     def blocks(self) -> dict[str, int]:
         """Return the arguments that size the blocks of `trainer.vocab`; its bytes per block count all devices
@@ -68,7 +69,7 @@ def policy_outputs(
     """Compute log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's
     distribution.
 
-    Values of tokens without a predecessor, or with scale 0, are arbitrary: mask before use. The logits `[B, T, V]` of a
+    Values of tokens that were not sampled are arbitrary: mask before use. The logits `[B, T, V]` of a
     large vocabulary are never materialised (`trainer.vocab`).
 
     Args:
@@ -76,8 +77,9 @@ def policy_outputs(
     """
     decoder, hidden, load = hidden_before(model, params, batch)
     head, cap, how = decoder.head_matrix, model.cfg.final_softcap, shards.blocks()
+    scored = batch.sequence_ids > 0 if shards.context == 1 else None
     logp, entropy = vocab.token_logp(
-        hidden, head, batch.tokens, batch.temperature, softcap=cap, entropy_grad=entropy_grad, **how
+        hidden, head, batch.tokens, batch.temperature, softcap=cap, entropy_grad=entropy_grad, scored=scored, **how
     )
     if reference is None:
         return PolicyOutputs(logp, entropy, load=load)

@@ -29,12 +29,15 @@ from rolljax.trainer.vocab_blocks import (
     KeptScores,
     Logits,
     Normaliser,
+    Pieces,
     VocabScorer,
+    head_block,
     normalisers,
     pick,
     scatter,
     score_gradients,
     walk,
+    walk_pieces,
 )
 
 _HEAD_K, _HEAD_MASS, _TIE = 64, 0.5, 1e-4  # of adaptive divergences
@@ -52,6 +55,7 @@ def token_logp(
     *,
     softcap: float | None = None,
     entropy_grad: bool = False,
+    scored: jax.Array | None = None,
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,6 +69,9 @@ def token_logp(
       temperature: scalar, above 0.
       softcap: bound of the logits' absolute value, above 0; None: no bound.
       entropy_grad: whether gradients also flow through the entropy.
+      scored: bool, where results are asked for, of rows `[B, T]` that no mesh splits along T; other results may be 0,
+        without gradients. Where not all logits fit one block, the work follows the row with most such positions.
+        None: everywhere.
       shards: number of parts of the head (`trainer.vocab_blocks`); a multiple of the mesh axis that splits the
         vocabulary.
       block_bytes: most bytes of a block of logits, over all devices.
@@ -76,7 +83,7 @@ def token_logp(
       ConfigError: `shards` does not divide V; a `softcap` of 0 or less.
     """
     blocks, scale = Blocks(shards, block_bytes, entropy_grad), Logits.of(temperature, softcap)
-    logp, entropy = _logp_entropy(blocks, hidden, head_VD, targets[..., None], scale)
+    logp, entropy = _logp_entropy(blocks, hidden, head_VD, targets[..., None], scale, scored)
     return logp[..., 0], entropy if entropy_grad else lax.stop_gradient(entropy)
 
 
@@ -92,7 +99,8 @@ def logp_at(
 ) -> jax.Array:
     """Compute the log-probs of several tokens per position; `ids [..., k]` in, `[..., k]` float32 out. As
     `token_logp`."""
-    return _logp_entropy(Blocks(shards, block_bytes, False), hidden, head_VD, ids, Logits.of(temperature, softcap))[0]
+    blocks, scale = Blocks(shards, block_bytes, False), Logits.of(temperature, softcap)
+    return _logp_entropy(blocks, hidden, head_VD, ids, scale, None)[0]
 
 
 def topk(
@@ -208,28 +216,39 @@ def topk_divergence(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logp_entropy(
-    blocks: Blocks, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: Logits
+    blocks: Blocks, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: Logits, scored: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `(log-probs at ids [..., k], entropy [...])`."""
-    return _logp_entropy_forward(blocks, hidden, head_VD, ids, logits)[0]
+    return _logp_entropy_forward(blocks, hidden, head_VD, ids, logits, scored)[0]
 
 
 def _logp_entropy_forward(
-    blocks: Blocks, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: Logits
+    blocks: Blocks, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: Logits, scored: jax.Array | None
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     blocks.check(len(head_VD))
+    keeps = blocks.shards == 1 and blocks.size(hidden, len(head_VD)) == len(head_VD)
+    pieces = None if keeps or scored is None else Pieces.of(scored)
+    if pieces is not None:
+        hidden, ids = pieces.sort(hidden), pieces.sort(ids)
 
     def of_shard(first: Any, head_VD: jax.Array) -> tuple[Normaliser, jax.Array]:
         def step(carry: tuple[Normaliser, jax.Array], start: Any, size: int) -> tuple[Normaliser, jax.Array]:
-            norm, picked = carry
-            z = VocabScorer(hidden, head_VD, logits).scores(start, size)
-            return norm.add(z), picked + pick(z, first + start, ids)
+            block = head_block(head_VD, start, size, hidden.dtype, logits.temperature)
+
+            def of_piece(
+                carry: tuple[Normaliser, jax.Array], own: tuple[jax.Array, jax.Array]
+            ) -> tuple[tuple[Normaliser, jax.Array], tuple[()]]:
+                (norm, picked), (hidden, ids) = carry, own
+                z = logits.scores(hidden, block)
+                return (norm.add(z), picked + pick(z, first + start, ids)), ()
+
+            return walk_pieces(pieces, of_piece, carry, (hidden, ids))[0]
 
         start = Normaliser.start(ids.shape[:-1]), jnp.zeros(ids.shape, jnp.float32)
         return walk(len(head_VD), blocks.size(hidden, len(head_VD)), step, start)
 
     kept = None
-    if blocks.shards == 1 and blocks.size(hidden, len(head_VD)) == len(head_VD):
+    if keeps:
         z = logits.scores(hidden, head_VD.astype(hidden.dtype))
         peak = z.max(-1, keepdims=True)
         below = z - peak
@@ -239,22 +258,28 @@ def _logp_entropy_forward(
         norm, picked = blocks.map_shards(of_shard, blocks.by_shard(head_VD))
         norm = norm.merge_shards(blocks)
     out = norm.logp(blocks.sum_shards(picked)), norm.entropy()
-    return out, (hidden, head_VD, ids, logits, norm, kept)
+    if pieces is not None:
+        out = pieces.unsort(out[0]), pieces.unsort(out[1])
+    return out, (hidden, head_VD, ids, logits, norm, kept, pieces)
 
 
 def _logp_entropy_backward(
     blocks: Blocks, saved: tuple[Any, ...], grads: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, ...]:
-    hidden, head_VD, ids, logits, norm, kept = saved
+    hidden, head_VD, ids, logits, norm, kept, pieces = saved
     of_logp, of_entropy = grads
-    entropy, total = norm.entropy()[..., None], of_logp.sum(-1, keepdims=True)
+    if pieces is not None:
+        of_logp, of_entropy = (pieces.sort(jnp.where(m, x, 0)) for m, x in ((pieces.mask[..., None], of_logp), (pieces.mask, of_entropy)))
+    tokens = norm, norm.entropy()[..., None], of_logp.sum(-1, keepdims=True), of_logp, of_entropy, ids
 
-    def slope(z: jax.Array, start: Any, first: Any) -> jax.Array:
+    def slope(z: jax.Array, start: Any, first: Any, tokens: tuple[Any, ...]) -> jax.Array:
+        norm, entropy, total, of_logp, of_entropy, ids = tokens
         logp = norm.logp(z)
         weight = total + of_entropy[..., None] * (logp + entropy) if blocks.entropy_grad else total
         return scatter(of_logp, first + start, z.shape[-1], ids) - jnp.exp(logp) * weight
 
-    return *score_gradients(blocks, VocabScorer(hidden, head_VD, logits), slope, kept), None, None
+    reader = VocabScorer(hidden, head_VD, logits)
+    return *score_gradients(blocks, reader, slope, kept, tokens=tokens, pieces=pieces), None, None, None
 
 
 _logp_entropy.defvjp(_logp_entropy_forward, _logp_entropy_backward)
@@ -359,7 +384,7 @@ def _divergence_backward(settings: _Divergence, saved: tuple[Any, ...], grad: ja
     student, teacher, norms, shares, total = saved
     grad = (jnp.square(student.logits.temperature) * grad)[..., None]
 
-    def slope(z: jax.Array, start: Any, first: Any, teacher_head_VE: jax.Array) -> jax.Array:
+    def slope(z: jax.Array, start: Any, first: Any, tokens: Any, teacher_head_VE: jax.Array) -> jax.Array:
         s = norms[0].logp(z)
         t = norms[1].logp(teacher._replace(head_VD=teacher_head_VE).scores(start, z.shape[-1]))
         slopes = (_value_and_slope(term, t, s)[1] for term in settings.terms())

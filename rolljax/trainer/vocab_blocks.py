@@ -4,11 +4,14 @@ Heads are walked as `[S, V/S, D]`, S shards that a mesh may split, all shards at
 running figure is one per shard, and the shards are merged in the end. Blocks are cut inside a shard, the last one
 shorter. A gradient row of the head is complete after its block, so that it is rounded once and written once, in place.
 
+Of rows `[B, T]` in which some positions alone are scored (`Pieces`), a block of columns meets only those.
+
 Scores `z` are logits over the temperature, float32. Shapes as in `trainer.vocab`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +29,8 @@ _LANES = 128
 _UNSHARDED = (None, "embed")
 """Axes of a block of the head, which every device computes with in full: TPU compilers would otherwise pass parts of
 hidden states, or of sums, around a ring of devices, which read far more memory than a block has."""
+_PIECES = 4
+"""Parts of a row that may be left out."""
 _LOWEST = -1e30  # a maximum of nothing that can still be subtracted from
 _UNROLL = 8
 
@@ -82,6 +87,68 @@ def walk(width: int, size: int, step: Callable[[Carry, Any, int], Carry], carry:
     full = width // size
     carry = lax.fori_loop(0, full, lambda i, c: step(c, i * size, size), carry) if full > 1 else step(carry, 0, size)
     return step(carry, full * size, width - full * size) if width > full * size else carry
+
+
+class Pieces(NamedTuple):
+    """Rows `[B, T]` in another order, the scored positions of each first, in pieces that a walk takes until no row has
+    any left."""
+
+    mask: jax.Array
+    """`[B, T]` bool, the scored positions."""
+    position: jax.Array
+    """`[B, T]` int32: position of each place in the new order."""
+    place: jax.Array
+    """`[B, T]` int32: place of each position."""
+    num: jax.Array
+    """Number of pieces with a scored position in any row."""
+
+    @classmethod
+    def of(cls, mask: jax.Array) -> Pieces | None:
+        """Return the pieces of rows; None if there are none: T is no multiple of their number."""
+        length = mask.shape[1]
+        if length % _PIECES:
+            return None
+        before, behind = jnp.cumsum(mask, 1) - 1, jnp.cumsum(~mask, 1) - 1
+        count = mask.sum(1)
+        place = jnp.where(mask, before, count[:, None] + behind)
+        ordered = jnp.broadcast_to(jnp.arange(length), mask.shape)
+        position = jnp.put_along_axis(ordered, place, ordered, 1, inplace=False)
+        return cls(mask, position, place, -(-count.max() // (length // _PIECES)))
+
+    def sort(self, x: jax.Array) -> jax.Array:
+        """Return `x [B, T, ...]` in the new order."""
+        return _take(x, self.position)
+
+    def unsort(self, x: jax.Array) -> jax.Array:
+        """Return `x [B, T, ...]` in the old order, with 0 where nothing is scored."""
+        found = _take(x, self.place)
+        return jnp.where(self.mask.reshape(self.mask.shape + (1,) * (x.ndim - 2)), found, 0)
+
+
+def _take(x: jax.Array, index_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, index_BT.reshape(index_BT.shape + (1,) * (x.ndim - 2)), 1)
+
+
+def walk_pieces(
+    pieces: Pieces | None, step: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, tokens: Any
+) -> tuple[Carry, Any]:
+    """Fold `step(carry, tokens)`, both of arrays `[B, T, ...]`, over the pieces; it returns the carry of the piece, and
+    what is summed over all. Without pieces it is called once, with everything."""
+    if pieces is None:
+        return step(carry, tokens)
+    size = pieces.place.shape[1] // _PIECES
+
+    def piece(i: Any, carry: Carry) -> tuple[Carry, Any]:
+        return step(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), (carry, tokens)))
+
+    def one(i: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        part, addend = piece(i, state[0])
+        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, i * size, 1)  # noqa: E731
+        return jax.tree.map(put, state[0], part), jax.tree.map(jnp.add, state[1], addend)
+
+    like = jax.eval_shape(functools.partial(piece, 0), carry)[1]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return lax.fori_loop(0, pieces.num, one, (carry, zeros))
 
 
 class Logits(NamedTuple):
@@ -287,13 +354,17 @@ def score_gradients(
     kept: KeptScores | None,
     *others: Any,
     num_logits: int = 1,
+    tokens: Any = (),
+    pieces: Pieces | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the gradients of hidden states and head.
 
     Args:
-      slope: `(z, first column, first token id of the shard, *others of the shard)` to the loss's gradient in z; z is
-        relative to its peak where scores were kept.
+      slope: `(z, first column, first token id of the shard, tokens, *others of the shard)` to the loss's gradient in z;
+        z is relative to its peak where scores were kept.
       others: as in `Blocks.map_shards`. num_logits: blocks of logits that are held at a time.
+      tokens: arrays `[..., T, ...]` that the slope reads. pieces: of the rows, if hidden states and tokens are in its
+        order; the gradient of hidden states is then in the old one.
     """
     hidden, head_VD, logits = reader
 
@@ -301,12 +372,18 @@ def score_gradients(
         def step(carry: tuple[jax.Array, jax.Array], start: Any, size: int) -> tuple[jax.Array, jax.Array]:
             of_hidden, of_head = carry
             block = head_block(head_VD, start, size, hidden.dtype, logits.temperature)
-            z = logits.scores(hidden, block) if kept is None else kept.below
-            scores = z if kept is None or kept.peak is None else z + kept.peak
-            dz = (slope(z, start, first, *others) * logits.slope(scores)).astype(hidden.dtype)
-            of_hidden += jnp.einsum("...v,vd->...d", dz, block, preferred_element_type=jnp.float32)
-            over = tuple(range(hidden.ndim - 1))
-            rows = lax.dot_general(dz, hidden, ((over, over), ((), ())), preferred_element_type=jnp.float32)
+
+            def of_piece(of_hidden: jax.Array, own: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+                hidden, tokens = own
+                z = logits.scores(hidden, block) if kept is None else kept.below
+                scores = z if kept is None or kept.peak is None else z + kept.peak
+                dz = (slope(z, start, first, tokens, *others) * logits.slope(scores)).astype(hidden.dtype)
+                of_hidden += jnp.einsum("...v,vd->...d", dz, block, preferred_element_type=jnp.float32)
+                over = tuple(range(hidden.ndim - 1))
+                rows = lax.dot_general(dz, hidden, ((over, over), ((), ())), preferred_element_type=jnp.float32)
+                return of_hidden, rows
+
+            of_hidden, rows = walk_pieces(pieces, of_piece, of_hidden, (hidden, tokens))
             rows = constrain(
                 constrain(rows, *_UNSHARDED, rules=COMPUTED_RULES).astype(head_VD.dtype), *_UNSHARDED, rules=PARAM_RULES
             )
@@ -316,4 +393,5 @@ def score_gradients(
         return walk(len(head_VD), blocks.size(hidden, len(head_VD), num_logits), step, start)
 
     of_hidden, of_head = blocks.map_shards(of_shard, blocks.by_shard(head_VD), *others)
-    return blocks.sum_shards(of_hidden).astype(hidden.dtype), of_head.reshape(head_VD.shape)
+    of_hidden = blocks.sum_shards(of_hidden).astype(hidden.dtype)
+    return of_hidden if pieces is None else pieces.unsort(of_hidden), of_head.reshape(head_VD.shape)

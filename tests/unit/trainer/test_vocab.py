@@ -389,3 +389,50 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ConfigError) as error:
             call()
         assert error.value.setting == setting
+
+
+@pytest.mark.parametrize("name", ["blocks", "parts", "rows of another length", "one block"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_only_scored_positions_count(name, share):
+    """Results and gradients are those of whole logits, as if no other position were there."""
+    length, V, shards, block_bytes = {
+        "blocks": (16, 301, 1, TINY),
+        "parts": (16, 903, 3, TINY),
+        "rows of another length": (15, 301, 1, TINY),
+        "one block": (16, 301, 1, ONE),
+    }[name]
+    lead = 3, length
+    hidden, head, rng = inputs(lead, V, 16)
+    scored = jnp.asarray(rng.random(lead) < share).at[0].set(share == 1)
+    targets = jnp.asarray(rng.integers(0, V, lead))
+    weights = [jnp.where(scored, rng.normal(size=lead), 0) for _ in range(2)]
+    cut = {"shards": shards, "block_bytes": block_bytes, "entropy_grad": True}
+
+    def blocked(hidden, head):
+        out = vocab.token_logp(hidden, head, targets, 1.4, scored=scored, **cut)
+        return tuple(jnp.where(scored, x, 0) for x in out)
+
+    def whole(hidden, head):
+        logp, entropy = naive(hidden, head, targets[..., None], 1.4)
+        return tuple(jnp.where(scored, x, 0) for x in (logp[..., 0], entropy))
+
+    got, want = (value_and_grads(f, weights)(hidden, head) for f in (blocked, whole))
+    assert_close(got, want)
+
+
+def test_nothing_is_computed_in_pieces_of_rows_that_are_not_scored():
+    """A NaN at every other position would reach the head's gradient. Each row has one piece of scored positions."""
+    hidden, head, rng = inputs((3, 16), 301, 16)
+    scored = jnp.asarray(rng.permuted(np.tile([True] * 4 + [False] * 12, (3, 1)), axis=1))
+    targets = jnp.asarray(rng.integers(0, 301, (3, 16)))
+    spoiled = jnp.where(scored[..., None], hidden, jnp.nan)
+
+    def read(scored):
+        return value_and_grads(
+            lambda h, w: vocab.token_logp(h, w, targets, scored=scored, block_bytes=TINY), [jnp.where(scored, 1.0, 0)] * 2
+        )
+
+    grads, out = read(scored)(spoiled, head)
+    assert_close((grads, out), read(scored)(hidden, head))
+    assert all(jnp.isfinite(x).all() and x.any() for x in (*grads, *out))
+    assert not jnp.isfinite(read(scored.at[0].set(True))(spoiled, head)[0][1]).any(), "the test can fail"
