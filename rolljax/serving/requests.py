@@ -125,7 +125,7 @@ def _begun_call(conversation: Conversation, prompt: np.ndarray, served: ServedMo
     if served.tool_parser is None:
         raise refuse("tool_choice", "must be 'auto' or 'none': calls are not read in this model's format")
     if served.vocabulary.text(prompt[-THOUGHT_TOK:]).rstrip().endswith("<think>"):
-        raise refuse("tool_choice", "must be 'auto' or 'none': this model's template begins every answer with a thought")
+        raise refuse("tool_choice", "must be 'auto' or 'none': this template begins every answer with a thought")
     assert served.chat is not None
     return call_begins(served.chat, served.tool_parser, name)
 

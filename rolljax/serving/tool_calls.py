@@ -24,8 +24,8 @@ def parser_of(chat: Chat) -> Parser | None:
 def call_begins(chat: Chat, parser: Parser, name: str = "") -> str:
     """Return the text with which every call of a tool begins, as the template writes it; without a name, every call of
     any tool. It ends with a word, so that the sampled tokens which follow are those of an answer that nobody began."""
-    functions = ((name, {}), (name, {"x": 1})) if name else (("f", {}), ("g", {}))
-    written = [chat.written_call(*f) for f in functions]
+    names = (name, name) if name else ("f", "g")
+    written = [chat.written_call(names[0], {}), chat.written_call(names[1], {"x": 1} if name else {})]
     start, _, _ = next(parser.scan(written[0], ()))
     text = os.path.commonprefix(written)[start:]
     return text[: max(text.rfind(" "), text.rfind("\n") + 1)]

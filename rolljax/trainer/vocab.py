@@ -245,7 +245,7 @@ def _logp_entropy_forward(
             return walk_pieces(pieces, of_piece, carry, (hidden, ids))[0]
 
         start = Normaliser.start(ids.shape[:-1]), jnp.zeros(ids.shape, jnp.float32)
-        return walk(len(head_VD), blocks.size(hidden, len(head_VD)), step, start)
+        return walk(len(head_VD), blocks.size(hidden, len(head_VD), pieces=pieces), step, start)
 
     kept = None
     if keeps:
@@ -269,7 +269,8 @@ def _logp_entropy_backward(
     hidden, head_VD, ids, logits, norm, kept, pieces = saved
     of_logp, of_entropy = grads
     if pieces is not None:
-        of_logp, of_entropy = (pieces.sort(jnp.where(m, x, 0)) for m, x in ((pieces.mask[..., None], of_logp), (pieces.mask, of_entropy)))
+        of_logp = pieces.sort(jnp.where(pieces.mask[..., None], of_logp, 0))
+        of_entropy = pieces.sort(jnp.where(pieces.mask, of_entropy, 0))
     tokens = norm, norm.entropy()[..., None], of_logp.sum(-1, keepdims=True), of_logp, of_entropy, ids
 
     def slope(z: jax.Array, start: Any, first: Any, tokens: tuple[Any, ...]) -> jax.Array:

@@ -29,7 +29,7 @@ _LANES = 128
 _UNSHARDED = (None, "embed")
 """Axes of a block of the head, which every device computes with in full: TPU compilers would otherwise pass parts of
 hidden states, or of sums, around a ring of devices, which read far more memory than a block has."""
-_PIECES = 4
+PIECES = 4
 """Parts of a row that may be left out."""
 _LOWEST = -1e30  # a maximum of nothing that can still be subtracted from
 _UNROLL = 8
@@ -53,12 +53,13 @@ class Blocks(NamedTuple):
                 remedy="a divisor of the head's first dimension",
             )
 
-    def size(self, hidden: jax.Array, width: int, logits: int = 1) -> int:
+    def size(self, hidden: jax.Array, width: int, logits: int = 1, pieces: Pieces | None = None) -> int:
         """Return the columns of a block in each shard of `width` columns; only the last block may have fewer.
 
-        `logits`: number of blocks of logits that are held at a time.
+        `logits`: number of blocks of logits that are held at a time. `pieces`: of the rows, if they are walked.
         """
-        column_bytes = 4 * logits * self.shards * math.prod(hidden.shape[:-1])
+        parts = 1 if pieces is None else PIECES
+        column_bytes = 4 * logits * self.shards * math.prod(hidden.shape[:-1]) // parts
         if column_bytes * width <= self.block_bytes:
             return width
         most = max(self.block_bytes // (column_bytes * _LANES), 1) * _LANES
@@ -106,14 +107,13 @@ class Pieces(NamedTuple):
     def of(cls, mask: jax.Array) -> Pieces | None:
         """Return the pieces of rows; None if there are none: T is no multiple of their number."""
         length = mask.shape[1]
-        if length % _PIECES:
+        if length % PIECES:
             return None
-        before, behind = jnp.cumsum(mask, 1) - 1, jnp.cumsum(~mask, 1) - 1
         count = mask.sum(1)
-        place = jnp.where(mask, before, count[:, None] + behind)
-        ordered = jnp.broadcast_to(jnp.arange(length), mask.shape)
-        position = jnp.put_along_axis(ordered, place, ordered, 1, inplace=False)
-        return cls(mask, position, place, -(-count.max() // (length // _PIECES)))
+        place = jnp.where(mask, jnp.cumsum(mask, 1), count[:, None] + jnp.cumsum(~mask, 1)) - 1
+        # a sort stays inside its row; a scatter would send indices to all devices
+        position = jnp.argsort(~mask, axis=1, stable=True)
+        return cls(mask, position, place, -(-count.max() // (length // PIECES)))
 
     def sort(self, x: jax.Array) -> jax.Array:
         """Return `x [B, T, ...]` in the new order."""
@@ -136,7 +136,7 @@ def walk_pieces(
     what is summed over all. Without pieces it is called once, with everything."""
     if pieces is None:
         return step(carry, tokens)
-    size = pieces.place.shape[1] // _PIECES
+    size = pieces.place.shape[1] // PIECES
 
     def piece(i: Any, carry: Carry) -> tuple[Carry, Any]:
         return step(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), (carry, tokens)))
@@ -390,7 +390,7 @@ def score_gradients(
             return of_hidden, lax.dynamic_update_slice_in_dim(of_head, rows, start, axis=0)
 
         start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head_VD)
-        return walk(len(head_VD), blocks.size(hidden, len(head_VD), num_logits), step, start)
+        return walk(len(head_VD), blocks.size(hidden, len(head_VD), num_logits, pieces), step, start)
 
     of_hidden, of_head = blocks.map_shards(of_shard, blocks.by_shard(head_VD), *others)
     of_hidden = blocks.sum_shards(of_hidden).astype(hidden.dtype)

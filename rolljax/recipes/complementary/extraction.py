@@ -32,9 +32,9 @@ class Extraction(EnvSpec):
     """Episodes of an actor to learn from.
 
     Observation: the actor's opening text, the experience that it was shown with its number, its answers, the parts of
-    their reward, and `solved` or `failed`. Action: operations on the bank (`operations.read_operations`). Reward: 1 if an experience is about this
-    situation and its content, as an answer, solves the episode's task. A run has `LaterUses` in place of this reward,
-    which knows no reference answers.
+    their reward, and `solved` or `failed`. Action: operations on the bank (`operations.read_operations`). Reward: 1 if
+    an experience is about this situation and its content, as an answer, solves the episode's task. A run has
+    `LaterUses` in place of this reward, which knows no reference answers.
 
     Task number i of the extractor's run sees an episode of the actor's round `i // prompts_per_round`, chosen at
     random. Without a run of an actor, episodes are made up: one random legal answer to a task, every second time with a

@@ -24,8 +24,8 @@ class KeyRules(EnvSpec):
     """A room with a name of two letters and a door that opens to one of four keys, or to several in their order.
 
     Observation: `room ab`. Actions: `red`, `blue`, `gold`, `teal`; with two keys `red gold`. Reward: 1 if the door
-    opens. The part of the reward `turned` (doors with several keys) is the number of first keys that are right; the last
-    key is not counted. The keys of a room are the same in every walk, and no room says anything about another.
+    opens. Its part `turned` (doors with several keys) is the number of first keys that are right, without the last
+    key. The keys of a room are the same in every walk, and no room says anything about another.
     """
 
     runs = "inline"

@@ -429,7 +429,8 @@ def test_nothing_is_computed_in_pieces_of_rows_that_are_not_scored():
 
     def read(scored):
         return value_and_grads(
-            lambda h, w: vocab.token_logp(h, w, targets, scored=scored, block_bytes=TINY), [jnp.where(scored, 1.0, 0)] * 2
+            lambda h, w: vocab.token_logp(h, w, targets, scored=scored, block_bytes=TINY),
+            [jnp.where(scored, 1.0, 0)] * 2,
         )
 
     grads, out = read(scored)(spoiled, head)
