@@ -141,14 +141,17 @@ def walk_pieces(
     def piece(i: Any, carry: Carry) -> tuple[Carry, Any]:
         return step(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), (carry, tokens)))
 
-    def one(i: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        part, addend = piece(i, state[0])
+    def one(state: tuple[Any, Carry, Any]) -> tuple[Any, Carry, Any]:
+        i, carry, total = state
+        part, addend = piece(i, carry)
         put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, i * size, 1)  # noqa: E731
-        return jax.tree.map(put, state[0], part), jax.tree.map(jnp.add, state[1], addend)
+        return i + 1, jax.tree.map(put, carry, part), jax.tree.map(jnp.add, total, addend)
 
     like = jax.eval_shape(functools.partial(piece, 0), carry)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return lax.fori_loop(0, pieces.num, one, (carry, zeros))
+    # the second limit is for readers of the compiled program, who learn from it how often the loop may run
+    left = lambda state: (state[0] < pieces.num) & (state[0] < PIECES)  # noqa: E731
+    return lax.while_loop(left, one, (jnp.int32(0), carry, zeros))[1:]
 
 
 class Logits(NamedTuple):
