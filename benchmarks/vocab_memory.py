@@ -6,7 +6,8 @@ must hold in any case: hidden states, head, and the gradients of both.
 
 python benchmarks/vocab_memory.py                          the table: CPU, v5e, v5p
 python benchmarks/vocab_memory.py --only cpu --json out.json
-python benchmarks/vocab_memory.py --speed                  runs both on this machine, at a smaller size
+python benchmarks/vocab_memory.py --speed                  runs them on this machine, at a smaller size,
+                                                           and blocks for half and a quarter of the tokens
 """
 
 from __future__ import annotations
@@ -40,7 +41,20 @@ def whole(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.A
     return chosen, jax.lax.stop_gradient(-jnp.sum(jnp.exp(logp) * logp, -1))
 
 
+def sampled(share: float) -> Read:
+    """Return the way by which a share of the tokens is scored, the others being a prompt or results of tools."""
+
+    def read(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scored = jnp.arange(len(targets)) >= (1 - share) * len(targets)
+        logp, entropy = vocab.token_logp(hidden[None], head, targets[None], scored=scored[None])
+        return logp[0], entropy[0]
+
+    return read
+
+
 WAYS: dict[str, Read] = {"whole": whole, "blocks": vocab.token_logp}
+SHARES = {"half": sampled(0.5), "quarter": sampled(0.25)}
+"""Ways that `--speed` times too: blocks, for a share of the tokens."""
 
 
 def gradient(read: Read) -> Any:
@@ -116,7 +130,7 @@ def table(devices: list[str], heads: list[str], ways: list[str]) -> list[Figure]
 
 
 def speed(tokens: int, dim: int, size: int, dtype: str, repeats: int) -> None:
-    """Time both ways on this machine, alternating; print the least of `repeats`, wall and CPU time."""
+    """Time all ways on this machine, alternating; print the least of `repeats`, wall and CPU time."""
     rng = np.random.default_rng(0)
     args = (
         jnp.asarray(rng.normal(size=(tokens, dim)), dtype),
@@ -124,7 +138,7 @@ def speed(tokens: int, dim: int, size: int, dtype: str, repeats: int) -> None:
         jnp.asarray(rng.integers(0, size, tokens)),
         jnp.asarray(rng.normal(size=tokens), jnp.float32),
     )
-    programs = {way: gradient(read).lower(*args).compile() for way, read in WAYS.items()}
+    programs = {way: gradient(read).lower(*args).compile() for way, read in (WAYS | SHARES).items()}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in programs}
     for _ in range(repeats + 1):
         for way, program in programs.items():
@@ -133,7 +147,7 @@ def speed(tokens: int, dim: int, size: int, dtype: str, repeats: int) -> None:
             times[way].append((time.perf_counter() - start[0], time.process_time() - start[1]))
     for way, seconds in times.items():
         wall, used = np.min(seconds[1:], axis=0) * 1e3
-        print(f"{tokens:6} {dim:5} {size:7}  {dtype:8}  {way:6}  {wall:8.1f}  {used:12.1f}", flush=True)
+        print(f"{tokens:6} {dim:5} {size:7}  {dtype:8}  {way:7}  {wall:8.1f}  {used:12.1f}", flush=True)
 
 
 def main() -> None:
@@ -145,7 +159,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="run instead of compiling only")
     args = parser.parse_args()
     if args.speed:
-        print("     T     D       V  hidden    way      wall ms  processor ms")
+        print("     T     D       V  hidden    way       wall ms  processor ms")
         for tokens, dim, size, repeats in ((4096, 64, 512, 30), (4096, 256, 512, 20), (2048, 256, 32768, 4)):
             for dtype in ("float32", "bfloat16"):
                 speed(tokens, dim, size, dtype, repeats)

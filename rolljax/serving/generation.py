@@ -182,7 +182,7 @@ class Choice:
         self._parts: AnswerParts | None = None
         if job.tool_parser and job.conversation:
             self._parts = AnswerParts(job.tool_parser, job.conversation.tool_specs)
-            self._parts.add(job.begun, last=False)
+            self._parts.add(job.prefill, last=False)
         # the same in each replay of a session, because templates may write it; Mistral's take 9 letters and digits only
         self._call_id = uuid.uuid4().hex[:5] if job.call is None else f"c{job.call.index:04d}"
 

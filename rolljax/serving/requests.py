@@ -27,7 +27,7 @@ from rolljax.serving.schema import (
     refuse,
     short,
 )
-from rolljax.serving.tool_calls import call_begins
+from rolljax.serving.tool_calls import call_prefill
 from rolljax.types import SamplingParams
 
 Prompts = Callable[[Chat, Conversation], np.ndarray]
@@ -107,17 +107,17 @@ def conversation_job(
         ids = prompt_ids(served.chat, conversation)
     except ConfigError as e:
         raise refuse("tools" if conversation.tools else where, str(e).replace("\n", " ")) from None
-    begun = ""
+    prefill = ""
     if conversation.must_call is not None:
-        begun = _begun_call(conversation, ids, served)
-        ids = np.concatenate([ids, served.vocabulary.encode_inside(begun)])
+        prefill = _call_prefill(conversation, ids, served)
+        ids = np.concatenate([ids, served.vocabulary.encode_inside(prefill)])
     prompt = TokenizedPrompt(check_length(where, ids, served), "")
     job = make_job(body, served, (prompt,), max_tokens or served.max_context, stop, **fields)
     parser = served.tool_parser if conversation.tools else None
-    return dataclasses.replace(job, conversation=conversation, tool_parser=parser, begun=begun)
+    return dataclasses.replace(job, conversation=conversation, tool_parser=parser, prefill=prefill)
 
 
-def _begun_call(conversation: Conversation, prompt: np.ndarray, served: ServedModel) -> str:
+def _call_prefill(conversation: Conversation, prompt: np.ndarray, served: ServedModel) -> str:
     """Return the beginning of the call that a request demands."""
     name, known = conversation.must_call or "", [spec.name for spec in conversation.tool_specs]
     if not known or (name and name not in known):
@@ -127,7 +127,7 @@ def _begun_call(conversation: Conversation, prompt: np.ndarray, served: ServedMo
     if served.vocabulary.text(prompt[-THOUGHT_TOK:]).rstrip().endswith("<think>"):
         raise refuse("tool_choice", "must be 'auto' or 'none': this template begins every answer with a thought")
     assert served.chat is not None
-    return call_begins(served.chat, served.tool_parser, name)
+    return call_prefill(served.chat, served.tool_parser, name)
 
 
 def choice_fields(body: Body, prompts: int, alternatives: int | None) -> dict[str, Any]:

@@ -173,8 +173,8 @@ class Job:
     """Fields of the request that the answer repeats."""
     tool_parser: Parser | None = None
     """The parser of calls in the answers; None: the request has no tools, or calls stay text."""
-    begun: str = ""
-    """The end of the prompt that is the beginning of the answer: of the call that the request demands."""
+    prefill: str = ""
+    """The beginning of the call that the request demands; the prompt ends with it."""
     conversation: Conversation | None = None
     """Conversation of a chat request. In a session, `overridden` lists the fields that have no effect, `call` is the
     record, and `address` is the address of the randomness (otherwise it follows from the seed)."""

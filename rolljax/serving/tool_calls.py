@@ -21,9 +21,9 @@ def parser_of(chat: Chat) -> Parser | None:
     return next((p for p in parsers if [*p.parse(text, ())] == [expected]), None)
 
 
-def call_begins(chat: Chat, parser: Parser, name: str = "") -> str:
+def call_prefill(chat: Chat, parser: Parser, name: str = "") -> str:
     """Return the text with which every call of a tool begins, as the template writes it; without a name, every call of
-    any tool. It ends with a word, so that the sampled tokens which follow are those of an answer that nobody began."""
+    any tool. It ends with a word, so that the sampled tokens after it are those of an answer without a prefill."""
     names = (name, name) if name else ("f", "g")
     written = [chat.written_call(names[0], {}), chat.written_call(names[1], {"x": 1} if name else {})]
     start, _, _ = next(parser.scan(written[0], ()))

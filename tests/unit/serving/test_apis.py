@@ -257,14 +257,14 @@ DEMANDS = {
 def test_a_call_that_is_demanded_begins_in_the_prompt(served, name):
     free, call = API[name].read(ASKED[name], served).prompts[0].ids, CALL.replace("\n", "")
     call_ids = served.chat.answer_ids(call).tolist()
-    for choice, begun in zip(DEMANDS[name], (call[: call.index(' "look"')], call[: call.index(" {")]), strict=True):
+    for choice, prefill in zip(DEMANDS[name], (call[: call.index(' "look"')], call[: call.index(" {")]), strict=True):
         job = API[name].read(ASKED[name] | {"tool_choice": choice}, served)
-        assert job.prompts[0].ids.tolist() == [*free, *served.vocabulary.encode(begun)]
-        tokens = served.chat.answer_ids(call.removeprefix(begun)).tolist()
+        assert job.prompts[0].ids.tolist() == [*free, *served.vocabulary.encode(prefill)]
+        tokens = served.chat.answer_ids(call.removeprefix(prefill)).tolist()
         said = SAID[name](whole(API[name], job, served, tokens)[1])
         assert said == JOINED[name](streamed(API[name], job, served, tokens, [3], "stop"))
-        unbegun = whole(API[name], API[name].read(ASKED[name], served), served, call_ids)[1]
-        assert said[:2] == SAID[name](unbegun)[:2], "all but the numbers of tokens"
+        free_answer = whole(API[name], API[name].read(ASKED[name], served), served, call_ids)[1]
+        assert said[:2] == SAID[name](free_answer)[:2], "all but the numbers of tokens"
 
 
 CODEX = [

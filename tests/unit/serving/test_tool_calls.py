@@ -13,7 +13,7 @@ from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.serving.generation import Choice
 from rolljax.serving.requests import read_chat
 from rolljax.serving.schema import ApiError
-from rolljax.serving.tool_calls import AnswerParts, call_begins, parser_of, split_calls
+from rolljax.serving.tool_calls import AnswerParts, call_prefill, parser_of, split_calls
 from rolljax.types import Completion, Sampled
 from tests.originals import published
 from tests.spellers import qwen
@@ -61,12 +61,12 @@ def test_our_own_template_has_a_format_and_one_without_tools_has_none():
         ("llama3_1", '{"name":', '{"name": "look", "parameters":'),
     ],
 )
-def test_a_call_begins_as_the_template_writes_it(template, any_tool, one):
+def test_a_call_prefill_as_the_template_writes_it(template, any_tool, one):
     tokenizer = qwen()
     tokenizer.chat_template = published()[template]
     chat = Chat(tokenizer)
     parser = parser_of(chat)
-    assert (call_begins(chat, parser), call_begins(chat, parser, "look")) == (any_tool, one)
+    assert (call_prefill(chat, parser), call_prefill(chat, parser, "look")) == (any_tool, one)
     for arguments in ({}, {"at": 5}):
         assert parser.write("look", arguments, SPECS).startswith((any_tool, one)), arguments
 
@@ -218,14 +218,14 @@ def test_a_demanded_call_continues_with_its_beginning(session, served):
     """The beginning belongs to the prompt, so it is not trained; a later call may be free."""
     body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
     first = session.begin(session.read(body, read_chat, served))
-    begun = '<tool_call>{"name":'
-    rest = CALL.replace("\n", "").removeprefix(begun)
+    prefill = '<tool_call>{"name":'
+    rest = CALL.replace("\n", "").removeprefix(prefill)
     choice = answer(first, served, rest)
     assert choice.reason(first.call.completion) == "tool_calls" and first.call.text == rest
     result = {"role": "tool", "content": "a door", "tool_call_id": choice.tool_calls[0]["id"]}
     after = begin(session, served, [USER, choice.message, result]).call
     assert after.before is first.call and served.vocabulary.text(after.new_ids) == "a door"
-    assert served.vocabulary.text(first.call.stream).endswith(begun + rest)
+    assert served.vocabulary.text(first.call.stream).endswith(prefill + rest)
 
 
 def test_a_call_cannot_be_demanded_inside_a_thought(served):
@@ -236,7 +236,7 @@ def test_a_call_cannot_be_demanded_inside_a_thought(served):
     body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
     with pytest.raises(ApiError, match="begins every answer with a thought"):
         read_chat(body, thinking)
-    assert read_chat(body | {"chat_template_kwargs": {"enable_thinking": False}}, thinking).begun
+    assert read_chat(body | {"chat_template_kwargs": {"enable_thinking": False}}, thinking).prefill
     for change, says in (
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, r"one of the tools \['look'\]"),
         ({"tools": []}, "tool_choice: needs tools"),
