@@ -21,7 +21,7 @@ from rolljax.trainer.mesh import num_batch_shards
 
 @dataclasses.dataclass(frozen=True)
 class NumShards:
-    """Into how many shards a mesh splits the vocabulary, and the rows of a batch."""
+    """Into how many shards a mesh splits the vocabulary, the rows of a batch, and each row."""
 
     vocab: int = 1
     rows: int = 1
