@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ Reader = Callable[[dict[str, Any], ServedModel, Prompts], Job]
 MAX_CHOICES = 4096
 """Most prompts times `n` of one request."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_NAME = re.compile(r"[\w.-]+")
+"""Names of tools that can be demanded: the prompt then ends with them, where other text could spell special tokens."""
 THOUGHT_TOK = 16
 """Last tokens of a prompt in which a template may open a thought."""
 TEMPLATE_OWN = {
@@ -119,7 +122,8 @@ def conversation_job(
 
 def _call_prefill(conversation: Conversation, prompt: np.ndarray, served: ServedModel) -> str:
     """Return the beginning of the call that a request demands."""
-    name, known = conversation.must_call or "", [spec.name for spec in conversation.tool_specs]
+    name = conversation.must_call or ""
+    known = [spec.name for spec in conversation.tool_specs if TOOL_NAME.fullmatch(spec.name)]
     if not known or (name and name not in known):
         raise refuse("tool_choice", f"must name one of the tools {known}" if known else "needs tools", name or ...)
     if served.tool_parser is None:

@@ -21,6 +21,8 @@ from tests.spellers import qwen
 LOOK = {"type": "object", "properties": {"at": {"type": "integer"}, "how": {"type": "string"}}}
 SPECS = [ToolSpec("look", input_schema=LOOK)]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": LOOK}}]
+SPELLED = {"type": "function", "function": {"name": "look<|end|>"}}
+"""A tool whose name spells a special token."""
 USER = {"role": "user", "content": "go"}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 5}}\n</tool_call>'
 XML = "<tool_call>\n<function=look>\n<parameter=at>\n5\n</parameter>\n</function>\n</tool_call>"
@@ -240,6 +242,7 @@ def test_a_call_cannot_be_demanded_inside_a_thought(served):
     for change, says in (
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, r"one of the tools \['look'\]"),
         ({"tools": []}, "tool_choice: needs tools"),
+        ({"tools": [*TOOLS, SPELLED], "tool_choice": SPELLED}, r"one of the tools \['look'\]"),
         ({"tool_choice": "any"}, "must be 'auto', 'none', 'required' or"),
     ):
         with pytest.raises(ApiError, match=says):
