@@ -8,7 +8,7 @@ import jax
 def compiled_from_now_on(*, here=False):
     """Return a list that receives the name of every program that is compiled from now on.
 
-    here: only those that the calling thread compiles.
+    here: leave out what other threads compile.
     """
     names, caller = [], threading.get_ident()
 

@@ -120,6 +120,15 @@ def conversation_job(
     return dataclasses.replace(job, conversation=conversation, tool_parser=parser, prefill=prefill)
 
 
+def unnamed_tool(choice: Any, form: str) -> str | None:
+    """Return `Conversation.must_call` for a `tool_choice` that names no tool. form: of one that does, for the error."""
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return ""
+    raise refuse("tool_choice", f"must be 'auto', 'none', 'required' or {form}", choice)
+
+
 def _call_prefill(conversation: Conversation, prompt: np.ndarray, served: ServedModel) -> str:
     """Return the beginning of the call that a request demands."""
     name = conversation.must_call or ""
@@ -249,15 +258,10 @@ def _prompts(value: Any, served: ServedModel) -> tuple[TokenizedPrompt, ...]:
 def _conversation(body: ChatBody) -> Conversation:
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
     match body.tool_choice:
-        case None | "auto" | "none":
-            must_call = None
-        case "required":
-            must_call = ""
-        case {"type": "function", "function": {"name": str(must_call)}}:
-            pass
-        case _:
-            form = '{"type": "function", "function": {"name": ...}}'
-            raise refuse("tool_choice", f"must be 'auto', 'none', 'required' or {form}", body.tool_choice)
+        case {"type": "function", "function": {"name": str(name)}}:
+            must_call: str | None = name
+        case choice:
+            must_call = unnamed_tool(choice, '{"type": "function", "function": {"name": ...}}')
     tools = [] if body.tool_choice == "none" else body.tools or []
     for i, tool in enumerate(tools):
         function = tool.get("function")

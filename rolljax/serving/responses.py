@@ -21,6 +21,7 @@ from rolljax.serving.requests import (
     is_text,
     text_of,
     tool_of,
+    unnamed_tool,
 )
 from rolljax.serving.schema import INT64, ApiError, Conversation, Job, SamplingBody, ServedModel, check_body, refuse
 from rolljax.types import Completion, Sampled
@@ -130,15 +131,10 @@ def _conversation(body: ResponsesBody) -> Conversation:
         if tools.setdefault(tool["name"], offered) is not offered:
             raise refuse(f"{where}.name", "is the name of another tool too", tool["name"])
     match body.tool_choice:
-        case None | "auto" | "none":
-            must_call = None
-        case "required":
-            must_call = ""
-        case {"type": "function" | "custom", "name": str(must_call)}:
-            pass
-        case _:
-            form = '{"type": "function", "name": ...}'
-            raise refuse("tool_choice", f"must be 'auto', 'none', 'required' or {form}", body.tool_choice)
+        case {"type": "function" | "custom", "name": str(name)}:
+            must_call: str | None = name
+        case choice:
+            must_call = unnamed_tool(choice, '{"type": "function", "name": ...}')
     return Conversation(messages, [] if body.tool_choice == "none" else [*tools.values()], {}, must_call)
 
 

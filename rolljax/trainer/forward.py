@@ -69,8 +69,8 @@ def policy_outputs(
     """Compute log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's
     distribution.
 
-    Values of tokens that were not sampled are arbitrary: mask before use. The logits `[B, T, V]` of a
-    large vocabulary are never materialised (`trainer.vocab`).
+    Values of tokens that were not sampled are arbitrary: mask before use. The logits `[B, T, V]` of a large vocabulary
+    are never materialised (`trainer.vocab`).
 
     Args:
       reference: which divergence, and the reference's model and parameters; None: no divergence.

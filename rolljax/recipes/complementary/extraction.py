@@ -150,7 +150,8 @@ class ExtractionEpisode(PureEnv):
             lines += [f"> {answer}", *said, *(m.content for m in result.messages)]
         if spec.rehearse and spec.right:
             content = " ".join(content.split(" ")[: int(parts.get(spec.right, 0))])
-        is_return = spec.rehearse and rng.random() < (RETURN_SOLVED if success else spec.return_failed) or not content
+        share = RETURN_SOLVED if success else spec.return_failed
+        is_return = not content or (spec.rehearse and rng.random() < share)
         self._reference = written(Return() if is_return else Add(self._opening, content))
         return (Message("user", "\n".join([*lines, "solved" if success else "failed"])),)
 

@@ -82,7 +82,8 @@ class KeyRulesEnv(Game[KeyRules]):
         said, keys = word(action), self._keys.split(" ")
         opened, legal = said == self._keys, _are_keys(said, len(keys))
         same = [a == b for a, b in zip(said.split(" "), keys[:-1], strict=False)]
-        parts = {TURNED: (*same, False).index(False)} if legal and len(keys) > 1 else {}
+        first_wrong = [*same, False].index(False)
+        parts = {TURNED: first_wrong} if legal and len(keys) > 1 else {}
         return Outcome("", float(opened), over=True, success=opened, legal=legal, parts=parts)
 
     def _reference_answer(self) -> str:

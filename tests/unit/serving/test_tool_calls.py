@@ -63,7 +63,7 @@ def test_our_own_template_has_a_format_and_one_without_tools_has_none():
         ("llama3_1", '{"name":', '{"name": "look", "parameters":'),
     ],
 )
-def test_a_call_prefill_as_the_template_writes_it(template, any_tool, one):
+def test_the_prefill_of_a_call_is_what_the_template_writes(template, any_tool, one):
     tokenizer = qwen()
     tokenizer.chat_template = published()[template]
     chat = Chat(tokenizer)
